@@ -1,0 +1,1 @@
+"""The numerics contract as a suite that anyone can run on their backend."""

@@ -1,0 +1,99 @@
+"""What the core asks of an array library beyond the standard: which one it is, its dtypes, its quirks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import array_api_compat
+
+Array = Any
+Namespace = Any
+
+
+def is_array(value: Any) -> bool:
+    return array_api_compat.is_array_api_obj(value)
+
+
+def namespace_name(xp: Namespace) -> str:
+    """The library behind a namespace: 'numpy', 'torch', 'jax', 'cupy', 'array_api_strict', …"""
+    name = xp.__name__.removeprefix("array_api_compat.")
+    return name.split(".")[0]
+
+
+def resolve_namespace(xp: Namespace | None) -> Namespace:
+    """`xp` as an array-API namespace; None is NumPy, and raw numpy/torch/cupy modules are accepted."""
+    if xp is None:
+        import array_api_compat.numpy as numpy_namespace
+
+        return numpy_namespace
+    if hasattr(xp, "__array_api_version__") or not hasattr(xp, "__name__"):
+        name = getattr(xp, "__name__", "")
+        if name == "numpy":
+            return resolve_namespace(None)
+        return xp
+    for make in (lambda: xp.zeros(0), lambda: xp.empty(0)):
+        with contextlib.suppress(Exception):
+            return array_api_compat.array_namespace(make())
+    raise TypeError(f"xp: wanted an array namespace such as numpy or torch, got {xp!r}")
+
+
+def common_namespace(what: str, **arrays: Array | None) -> Namespace:
+    """The one namespace of all given arrays; a mixture is a TypeError that names each."""
+    given = {name: a for name, a in arrays.items() if a is not None}
+    names: dict[str, Namespace] = {}
+    for name, a in given.items():
+        if not is_array(a):
+            raise TypeError(
+                f"{what}: {name} must be an array (NumPy, torch, JAX, CuPy, …), got {type(a).__name__}; "
+                "convert it first, for instance with numpy.asarray"
+            )
+        names[name] = array_api_compat.array_namespace(a)
+    found = {namespace_name(xp) for xp in names.values()}
+    if len(found) > 1:
+        listing = ", ".join(f"{n} is {namespace_name(xp)}" for n, xp in names.items())
+        raise TypeError(f"{what}: all arrays must come from one library, but {listing}; convert them to one")
+    devices = {n: array_api_compat.device(a) for n, a in given.items()}
+    if len(set(map(str, devices.values()))) > 1:
+        listing = ", ".join(f"{n} on {d}" for n, d in devices.items())
+        raise ValueError(f"{what}: all arrays must be on one device, but {listing}; move them to one")
+    return next(iter(names.values()))
+
+
+def dtype_name(dtype: Any) -> str:
+    """'float32', 'bfloat16', … for a dtype of any library."""
+    name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
+    return name.rsplit(".", 1)[-1]
+
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def compute_dtype(xp: Namespace, dtype: Any) -> Any:
+    """The dtype in which a solve works: half precision is stored in half and computed in float32."""
+    return xp.float32 if dtype_name(dtype) in ("float16", "bfloat16") else dtype
+
+
+def epsilon(dtype: Any) -> float:
+    """Spacing of 1.0 in `dtype`."""
+    return {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}[dtype_name(dtype)]
+
+
+def cast(xp: Namespace, a: Array, dtype: Any) -> Array:
+    """`a` in `dtype`, without a copy where it has it already."""
+    return a if a.dtype == dtype else xp.astype(a, dtype)
+
+
+def quiet(xp: Namespace) -> contextlib.AbstractContextManager[Any]:
+    """Silences floating-point warnings of libraries that raise them; results carry their own inf and NaN.
+
+    A saturated gate overflows inside exp and still has the right limit, so such warnings would cry wolf, and a
+    caller who turns warnings into errors must be able to run finite data.
+    """
+    errstate = getattr(xp, "errstate", None)
+    return errstate(all="ignore") if errstate is not None else contextlib.nullcontext()
+
+
+def same_bits(xp: Namespace, a: Array, b: Array) -> Array:
+    """Elementwise: equal, or both NaN. (Zeros of either sign count as equal.)"""
+    return (a == b) | (xp.isnan(a) & xp.isnan(b))

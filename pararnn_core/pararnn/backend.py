@@ -1,0 +1,95 @@
+"""What a backend is: a name, two questions it answers in a sentence, and the solves it does better.
+
+The base class is itself the array backend, which runs on every namespace; a backend inherits whatever it lacks.
+"""
+
+from __future__ import annotations
+
+from pararnn.adjoint import Gradients, pull_back
+from pararnn.arrays import Array
+from pararnn.engine import ArrayEngine
+from pararnn.per_step import solve_per_step
+from pararnn.problem import Problem
+from pararnn.solve import plan_for, solve
+from pararnn.stats import NewtonStats
+
+
+class Backend:
+    """Runs problems with array-API calls, on the arrays' own library and device.
+
+    A subclass sets ``name`` and ``priority`` (``auto`` asks the highest first) and overrides what it is good at:
+    usually only :meth:`engine`, which the solver and the adjoint are written in terms of.
+    """
+
+    name = "array"
+    priority = 0
+
+    def probe(self) -> str | None:
+        """None if this backend can run here, else a sentence that says what is missing."""
+        return None
+
+    def accepts(self, problem: Problem) -> str | None:
+        """None if this backend can solve `problem`, else a sentence that says why not."""
+        return refuse_fused(self.name, problem)
+
+    def engine(self, problem: Problem) -> ArrayEngine:
+        """The engine that runs the loops of this problem."""
+        return ArrayEngine(problem.xp)
+
+    def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
+        """States (B, T, …) and stats."""
+        config, engine = problem.config, self.engine(problem)
+        pinned = config.max_iters
+        if config.newton_iters_by_t is not None:
+            pinned = iterations_from(config.newton_iters_by_t, problem.shape[1])
+        if pinned is not None and config.segment_len in (None, 1):
+            states, stats = solve_per_step(problem, engine, pinned)
+        else:
+            states, stats = solve(problem, engine)
+        stats.scan_backend = self.name
+        return states, stats
+
+    def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
+        """Gradients of Σ cotangent · states."""
+        return pull_back(problem, self.engine(problem), states, cotangent)
+
+    def describe(self, problem: Problem) -> dict[str, object]:
+        """What :func:`pararnn.explain` shows: path, segment_len, segments, passes, reason."""
+        config = problem.config
+        if config.max_iters is not None and config.segment_len in (None, 1):
+            return {
+                "path": "per-step",
+                "segment_len": 1,
+                "segments": problem.shape[1],
+                "passes": config.max_iters + 1,
+                "reason": f"max_iters={config.max_iters} is an order",
+            }
+        plan = plan_for(problem, self.engine(problem))
+        likely = 1 if plan.path == "sequential" else 3 if problem.cell.solve_cell().picard_start else 2
+        return {
+            "path": plan.path,
+            "segment_len": plan.segment_len,
+            "segments": plan.segments,
+            "passes": likely if config.max_iters is None else config.max_iters + 1,
+            "reason": plan.reason,
+        }
+
+
+def iterations_from(table, time: int) -> int:
+    """The entry of the largest key ≤ T (the smallest key below that)."""
+    below = [key for key in table if key <= time]
+    return int(table[max(below) if below else min(table)])
+
+
+def refuse_fused(name: str, problem: Problem) -> str | None:
+    """Orders that only a fused kernel can follow are refused, not ignored."""
+    config = problem.config
+    if config.fused_time_loop:
+        return f"{name} has no fused time loop; drop fused_time_loop (chunk_len=… walks windows on every backend)"
+    if config.fused_early_exit:
+        return f"{name} has no fused early exit; drop fused_early_exit (residual_atol stops a pinned solve early)"
+    if config.scan_tile.startswith("thomas"):
+        return f"{name} has no scan_tile={config.scan_tile!r}; use 'assoc' or 'seq'"
+    if config.jacobian == "autograd":
+        return f"{name} has no automatic differentiation; use jacobian='analytic', which is derived from the step"
+    return None

@@ -1,0 +1,291 @@
+"""ChannelwiseCell: a cell is its mathematics in one `step`, plus the arrays that the step reads."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from pararnn.arrays import FLOATS, Array, Namespace, cast, dtype_name, namespace_name, resolve_namespace
+
+
+class Projection(NamedTuple):
+    """The input projection W_x: ``weight`` (G·D, I) and ``bias`` (G·D,), gates one after the other."""
+
+    weight: Array
+    bias: Array
+
+
+def resolve_sizes(
+    owner: str, input_size: int | None, hidden_size: int | None, d_in: int | None, d_h: int | None
+) -> tuple[int, int]:
+    """The two sizes from either pair of names; giving both with different values is an error."""
+    sizes = []
+    for long_name, long, short_name, short in (
+        ("input_size", input_size, "d_in", d_in),
+        ("hidden_size", hidden_size, "d_h", d_h),
+    ):
+        if long is not None and short is not None and long != short:
+            raise ValueError(f"{owner}: {long_name}={long} and {short_name}={short} differ; give one of them")
+        size = long if long is not None else short
+        if size is None:
+            raise TypeError(f"{owner} needs {long_name} (or {short_name})")
+        if isinstance(size, bool) or int(size) != size or size < 1:
+            raise ValueError(f"{owner}: {long_name} must be a whole number of at least 1, got {size!r}")
+        sizes.append(int(size))
+    return sizes[0], sizes[1]
+
+
+class ChannelwiseCell:
+    """A recurrent cell in which no channel sees another inside the recurrence.
+
+    A subclass names its state ``slots``, its ``gates`` (what the input projection ``W_x x + b`` delivers per
+    channel), its recurrent ``params`` (one number per channel each), and writes ``step``::
+
+        slot' = step(xp, *slots, *gates, *params)
+
+    with elementwise operations of the array API standard. Everything else — the time loop, the parallel solve, the
+    gradient, every backend's kernels — is derived from it.
+
+    Arrays: ``x`` (B, T, I); states (B, T, D) for one slot, (B, T, S, D) for S slots.
+
+    Args:
+        input_size, hidden_size: I and D (also ``d_in``, ``d_h``).
+        max_recurrent_norm: the step sees each recurrent parameter clamped to ±this; None turns the clamp off. The
+            stored parameter is not clamped.
+        xp, device, dtype, seed: where and how the arrays are made; NumPy float32 by default. The numbers for one
+            seed are the same in every namespace.
+
+    Raises:
+        TypeError: a size is missing, or the dtype is not a real floating one.
+        ValueError: a size below one, or two names that disagree.
+
+    >>> import numpy as np
+    >>> class Leaky(ChannelwiseCell):
+    ...     slots, gates, params = ("h",), ("u",), ("a",)
+    ...     def step(self, xp, h, u, a):
+    ...         return (0.9 * h + 0.1 * xp.tanh(a * h + u),)
+    >>> Leaky(3, 5, seed=0)
+    Leaky(input_size=3, hidden_size=5, max_recurrent_norm=0.5, float32, numpy)
+    """
+
+    input_size: int
+    hidden_size: int
+    max_recurrent_norm: float | None
+    arrays: dict[str, Array]
+
+    slots: ClassVar[tuple[str, ...]]
+    gates: ClassVar[tuple[str, ...]]
+    params: ClassVar[tuple[str, ...]] = ()
+    # Stored arrays that hold several params as rows, e.g. {"R": ("r_i", "r_f")} for an R of shape (2, D).
+    stacked: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # Slots whose value never leaves an interval, whatever the input: {"h": (-1.0, 1.0)}. The solver projects on it.
+    bounds: ClassVar[dict[str, tuple[float, float]]] = {}
+    # The slot that a layer passes on.
+    hidden: ClassVar[str] = "h"
+    # Numbers that `step` reads from self (none of them an array); part of what a trace depends on.
+    options: ClassVar[tuple[str, ...]] = ()
+    # Default clamp of the recurrent params.
+    default_max_recurrent_norm: ClassVar[float | None] = 0.5
+    # Whether a solve should start from the exact scan with the recurrent weights dropped (long memory by design).
+    picard_start: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        input_size: int | None = None,
+        hidden_size: int | None = None,
+        *,
+        d_in: int | None = None,
+        d_h: int | None = None,
+        max_recurrent_norm: float | None | str = "default",
+        xp: Namespace | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        seed: int | None = None,
+    ) -> None:
+        name = type(self).__name__
+        n_in, n_h = resolve_sizes(name, input_size, hidden_size, d_in, d_h)
+        cap = self.default_max_recurrent_norm if max_recurrent_norm == "default" else max_recurrent_norm
+        if cap is not None and (isinstance(cap, str) or not cap > 0 or not math.isfinite(cap)):
+            raise ValueError(f"{name}: max_recurrent_norm must be a positive number or None, got {cap!r}")
+        xp = resolve_namespace(xp)
+        dtype = xp.float32 if dtype is None else dtype
+        if dtype_name(dtype) not in FLOATS:
+            raise TypeError(f"{name}: dtype must be one of {', '.join(FLOATS)}, got {dtype_name(dtype)}")
+        made = self.initial_arrays(np.random.default_rng(seed), n_in, n_h)
+        arrays = {key: cast(xp, xp.asarray(value, device=device), dtype) for key, value in made.items()}
+        self._set(n_in, n_h, cap, arrays)
+
+    def _set(self, n_in: int, n_h: int, cap: float | None, arrays: dict[str, Array]) -> None:
+        values = self.__dict__
+        values.update(input_size=n_in, hidden_size=n_h, max_recurrent_norm=cap, arrays=arrays)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{type(self).__name__} is immutable; make a changed copy with replace({name}=…)"
+        )
+
+    def initial_arrays(self, rng: np.random.Generator, n_in: int, n_h: int) -> dict[str, np.ndarray]:
+        """Fresh float64 arrays: recurrent vectors N(0, 1/sqrt(numel)), W_x uniform ±1/sqrt(I), bias 0."""
+        made: dict[str, np.ndarray] = {}
+        rows = {row for names in self.stacked.values() for row in names}
+        for name in self.params:
+            if name not in rows:
+                made[name] = rng.standard_normal(n_h) / math.sqrt(n_h)
+        for name, members in self.stacked.items():
+            shape = (len(members), n_h)
+            made[name] = rng.standard_normal(shape) / math.sqrt(math.prod(shape))
+        bound = 1.0 / math.sqrt(n_in)
+        made["W_x.weight"] = rng.uniform(-bound, bound, (len(self.gates) * n_h, n_in))
+        made["W_x.bias"] = np.zeros(len(self.gates) * n_h)
+        return made
+
+    def step(self, xp: Namespace, *operands: Any) -> tuple[Any, ...]:
+        """One time step on operands of any shape: ``slots``, ``gates``, ``params`` in this order."""
+        raise NotImplementedError(f"{type(self).__name__} must define step(self, xp, {', '.join(self.operand_names)})")
+
+    # What the solvers ask of a cell.
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        return (*self.slots, *self.gates, *self.params)
+
+    @property
+    def d_in(self) -> int:
+        return self.input_size
+
+    @property
+    def d_h(self) -> int:
+        return self.hidden_size
+
+    @property
+    def state_slots(self) -> int:
+        return len(self.slots)
+
+    @property
+    def hidden_slot(self) -> int:
+        return self.slots.index(self.hidden)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of one sequence's state: (D,) or (S, D)."""
+        return (self.d_h,) if self.state_slots == 1 else (self.state_slots, self.d_h)
+
+    @property
+    def jac_structure(self) -> str:
+        """'diag' for one slot, 'blockS' for S slots: the Jacobian is S×S in each channel."""
+        return "diag" if self.state_slots == 1 else f"block{self.state_slots}"
+
+    @property
+    def W_x(self) -> Projection:
+        return Projection(self.arrays["W_x.weight"], self.arrays["W_x.bias"])
+
+    @property
+    def xp(self) -> Namespace:
+        return array_api_compat.array_namespace(self.W_x.weight)
+
+    @property
+    def dtype(self) -> Any:
+        return self.W_x.weight.dtype
+
+    @property
+    def device(self) -> Any:
+        return array_api_compat.device(self.W_x.weight)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for names that are not set: the stored arrays, and rows of stacked ones.
+        arrays = self.__dict__.get("arrays", {})
+        if name in arrays:
+            return arrays[name]
+        for stored, rows in type(self).stacked.items():
+            if name in rows and stored in arrays:
+                return arrays[stored][rows.index(name), :]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def recurrent(self, xp: Namespace, dtype: Any) -> list[Array]:
+        """The params as the step sees them: clamped, in `dtype`, each (D,)."""
+        cap = self.max_recurrent_norm
+        values = []
+        for name in self.params:
+            a = cast(xp, getattr(self, name), dtype)
+            values.append(a if cap is None else xp.clip(a, -cap, cap))
+        return values
+
+    def clamp_masks(self, xp: Namespace, dtype: Any) -> dict[str, Array]:
+        """Per stored array, 1 where the clamp lets the gradient through and 0 where it cuts it."""
+        cap = self.max_recurrent_norm
+        stored = [n for n in self.arrays if not n.startswith("W_x.")]
+        if cap is None:
+            return {n: xp.ones_like(self.arrays[n], dtype=dtype) for n in stored}
+        return {n: cast(xp, xp.abs(self.arrays[n]) <= cap, dtype) for n in stored}
+
+    def replace(self, *, max_recurrent_norm: float | None | str = "same", **arrays: Array) -> ChannelwiseCell:
+        """A copy with some arrays exchanged (``W_x.weight`` is written ``W_x_weight`` or given by ``**{...}``)."""
+        merged = dict(self.arrays)
+        for name, value in arrays.items():
+            key = name.replace("W_x_", "W_x.")
+            if key not in merged:
+                raise TypeError(f"{type(self).__name__} has no array {name!r}; it has {', '.join(merged)}")
+            if tuple(value.shape) != tuple(merged[key].shape):
+                raise ValueError(f"{key}: wanted shape {tuple(merged[key].shape)}, got {tuple(value.shape)}")
+            merged[key] = value
+        cap = self.max_recurrent_norm if max_recurrent_norm == "same" else max_recurrent_norm
+        return self._copy(cap, merged)
+
+    def _copy(self, cap: Any, arrays: dict[str, Array]) -> ChannelwiseCell:
+        new = object.__new__(type(self))
+        new.__dict__.update(self.__dict__)
+        new._set(self.d_in, self.d_h, cap, arrays)
+        return new
+
+    def to(self, xp: Namespace | None = None, device: Any = None, dtype: Any = None) -> ChannelwiseCell:
+        """The same cell with its arrays in another namespace, device or dtype."""
+        target = self.xp if xp is None else resolve_namespace(xp)
+        moved = {}
+        for name, a in self.arrays.items():
+            if target is not self.xp:
+                host = np.from_dlpack(a) if hasattr(a, "__dlpack__") and not hasattr(a, "detach") else np.asarray(a)
+                a = target.asarray(host, device=device, copy=True)
+            elif device is not None:
+                a = array_api_compat.to_device(a, device)
+            moved[name] = a if dtype is None else cast(target, a, dtype)
+        return self._copy(self.max_recurrent_norm, moved)
+
+    def state_dict(self) -> dict[str, Array]:
+        """The stored arrays by name."""
+        return dict(self.arrays)
+
+    # Subclasses with better coordinates for the solve override these three together.
+
+    def solve_cell(self) -> ChannelwiseCell:
+        """The cell in the coordinates in which the solver works; itself unless a subclass knows better ones."""
+        return self
+
+    def encode(self, xp: Namespace, *public: Array) -> tuple[Array, ...]:
+        """Public slots to solve slots."""
+        return public
+
+    def decode(self, xp: Namespace, *solve: Array) -> tuple[Array, ...]:
+        """Solve slots to public slots."""
+        return solve
+
+    def check_h0(self, xp: Namespace, h0: Array) -> None:
+        """Refuses a starting state that the cell's equations cannot continue from."""
+
+    def __repr__(self) -> str:
+        cap = self.max_recurrent_norm
+        return (
+            f"{type(self).__name__}(input_size={self.d_in}, hidden_size={self.d_h}, max_recurrent_norm={cap}, "
+            f"{dtype_name(self.dtype)}, {namespace_name(self.xp)})"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _restore, (type(self), dict(self.__dict__))
+
+
+def _restore(kind: type[ChannelwiseCell], values: dict[str, Any]) -> ChannelwiseCell:
+    new = object.__new__(kind)
+    new.__dict__.update(values)
+    return new

@@ -1,0 +1,68 @@
+"""RNNCell: what the solvers require of a cell, as a protocol, and a check that says what is missing."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from pararnn.cells.base import ChannelwiseCell
+
+
+@runtime_checkable
+class RNNCell(Protocol):
+    """A recurrent cell: its width ``d_h``, its state's shape, and one ``step``.
+
+    >>> from pararnn import ParaGRU
+    >>> isinstance(ParaGRU(2, 3), RNNCell)
+    True
+    """
+
+    @property
+    def d_h(self) -> int: ...
+
+    @property
+    def state_shape(self) -> tuple[int, ...]: ...
+
+    def step(self, xp: Any, *operands: Any) -> tuple[Any, ...]: ...
+
+
+def check_cell(cell: Any) -> None:
+    """Raises TypeError with the reason if `cell` cannot be solved.
+
+    Traces the step, compares the traced program with the step itself on random numbers, and checks that declared
+    bounds hold.
+
+    >>> from pararnn import ParaGRU
+    >>> check_cell(ParaGRU(2, 3))
+    """
+    from pararnn.graph import Program, compile_array
+    from pararnn.programs import StepPrograms
+
+    if not isinstance(cell, ChannelwiseCell):
+        missing = [n for n in ("slots", "gates", "params", "step", "arrays") if not hasattr(cell, n)]
+        raise TypeError(
+            f"check_cell: {type(cell).__name__} is not a ChannelwiseCell"
+            + (f" (it lacks {', '.join(missing)})" if missing else "")
+            + "; derive from pararnn.ChannelwiseCell and write its step"
+        )
+    if len(set(cell.operand_names)) != len(cell.operand_names):
+        raise TypeError(f"check_cell: slots, gates and params share a name in {cell.operand_names}")
+    if cell.hidden not in cell.slots:
+        raise TypeError(f"check_cell: hidden={cell.hidden!r} is not one of the slots {cell.slots}")
+    programs = StepPrograms(cell)
+    traced = compile_array(
+        Program([*programs.prev_names, *programs.gate_names, *programs.param_names], programs.new)
+    )
+    xp = cell.xp
+    rng = np.random.default_rng(0)
+    operands = [xp.asarray(0.4 + 0.5 * rng.random(7), dtype=xp.float64) for _ in cell.operand_names]
+    direct = cell.step(xp, *operands)
+    for name, a, b in zip(cell.slots, direct, traced(xp, *operands), strict=True):
+        if tuple(a.shape) != (7,):
+            raise TypeError(f"check_cell: slot {name} came back with shape {tuple(a.shape)} for operands of shape (7,)")
+        if not bool(xp.all(xp.abs(a - b) <= 1e-12 * (1.0 + xp.abs(a)))):
+            raise TypeError(
+                f"check_cell: slot {name} of the traced step differs from the step itself; a step must not depend on "
+                "anything but its operands and the names in `options`"
+            )

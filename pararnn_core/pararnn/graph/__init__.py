@@ -1,0 +1,23 @@
+"""The expression graph: a step traced once, differentiated, and printed for each backend."""
+
+from pararnn.graph.derivative import jacobian, pullback, topological
+from pararnn.graph.expr import Expr, Graph, add, mul, neg
+from pararnn.graph.namespace import SymbolicNamespace
+from pararnn.graph.print_array import compile_array, print_array
+from pararnn.graph.program import Instruction, Program
+
+__all__ = [
+    "Expr",
+    "Graph",
+    "Instruction",
+    "Program",
+    "SymbolicNamespace",
+    "add",
+    "compile_array",
+    "jacobian",
+    "mul",
+    "neg",
+    "print_array",
+    "pullback",
+    "topological",
+]

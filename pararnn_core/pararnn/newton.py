@@ -1,0 +1,191 @@
+"""newton_apply and newton_vjp: the parallel run of a cell, and its gradient."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from pararnn.adjoint import Gradients
+from pararnn.arrays import Array, cast
+from pararnn.config import NewtonConfig
+from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
+from pararnn.problem import Problem, make_problem
+from pararnn.registry import choose
+from pararnn.stats import NewtonStats
+from pararnn.verify import default_agreement_atol
+
+logger = logging.getLogger("pararnn")
+
+# A residual that deserves a line in the log, well below the one that raises.
+RESIDUAL_WARN = 1e-3
+
+
+def newton_apply(
+    cell: Any,
+    x: Array,
+    config: NewtonConfig | None = None,
+    *,
+    h0: Array | None = None,
+    guess: Array | None = None,
+    stats: NewtonStats | None = None,
+) -> Array:
+    """The states of `cell` on `x`, computed in parallel over time and equal to the time loop's.
+
+    ::
+
+        h_t = f(h_{t-1}, W_x x_t + b),   t = 0 … T-1,   h_{-1} = h0 or 0
+
+    Newton's method on the states at segment starts; what does not settle is finished exactly, so the result is right
+    for chaotic networks too (at the time loop's speed). See ``docs/how-it-works.md``.
+
+    Args:
+        cell: a ChannelwiseCell, its arrays of the same library and dtype as `x`.
+        x: (B, T, I), floating; any B, T ≥ 0. Half precision is computed in float32 and returned in half.
+        config: see NewtonConfig. ``max_iters=K`` pins the published algorithm with K iterations.
+        h0: (B, D), or (B, S, D) for S slots; zeros if None.
+        guess: (B, T, …) like the result: states to start from, for instance those of a similar input.
+        stats: filled with what was done and how far to trust it.
+
+    Returns:
+        (B, T, D) for one slot, (B, T, S, D) for S slots, in x's library, dtype and device.
+
+    Raises:
+        TypeError, ValueError: input that does not fit, before any work.
+        NewtonDivergenceError: a pinned solve ended above ``residual_fail`` or non-finite.
+        BackendUnavailableError: the named backend cannot run here.
+
+    Source: Lim et al. 2024 (arXiv 2309.12252), eq. 6, generalised to segments (multiple shooting).
+
+    >>> import numpy as np
+    >>> from pararnn import NewtonStats, ParaGRU, sequential_apply
+    >>> cell, x = ParaGRU(3, 4, seed=0), np.random.default_rng(0).normal(size=(1, 1000, 3)).astype(np.float32)
+    >>> stats = NewtonStats()
+    >>> h = newton_apply(cell, x, stats=stats)
+    >>> bool(np.abs(h - sequential_apply(cell, x)).max() < 1e-5), stats.converged
+    (True, True)
+    """
+    problem = _checked("newton_apply", cell, x, config, h0, guess)
+    if getattr(x, "requires_grad", False) or any(getattr(a, "requires_grad", False) for a in cell.arrays.values()):
+        raise TypeError(
+            "newton_apply: these tensors require grad, and the array path has no autograd; "
+            "take gradients with newton_vjp, or detach the tensors"
+        )
+    return run_newton(problem, stats)
+
+
+def _checked(
+    what: str, cell: Any, x: Array, config: NewtonConfig | None, h0: Array | None, guess: Array | None = None
+) -> Problem:
+    problem = make_problem(what, cell, x, h0, config, guess)
+    if problem.config.verify_first_step:
+        raise TypeError(
+            f"{what}: verify_first_step=True needs a module that remembers its first call (ParaRNN); "
+            "call verify_agreement once instead"
+        )
+    return problem
+
+
+def run_newton(problem: Problem, stats: NewtonStats | None = None) -> Array:
+    """A checked problem through its backend, with the residual gates of a pinned solve."""
+    states, found = choose(problem).backend.newton(problem)
+    if stats is not None:
+        stats.fill(found)
+    if problem.config.max_iters is not None or problem.config.newton_iters_by_t is not None:
+        _gate(problem, found)
+    return states
+
+
+def _gate(problem: Problem, stats: NewtonStats) -> None:
+    """A pinned solve's gates: an error above residual_fail, a warning where the result is not the time loop's."""
+    fail, residual = problem.config.residual_fail, stats.max_residual
+    if fail is not None and not residual <= fail:
+        raise NewtonDivergenceError(
+            f"newton_apply: residual {residual:.3g} after {stats.iters} iterations (residual_fail={fail}); leave "
+            "max_iters=None for the solver that finishes exactly, or give more iterations, or for ParaSLSTM more "
+            "picard_iters",
+            stats,
+        )
+    if not residual <= RESIDUAL_WARN:
+        logger.warning("newton_residual_high: %.3g after %d iterations", residual, stats.iters)
+    agreed = default_agreement_atol(problem.dtype)
+    if not stats.agreement_estimate <= agreed and not math.isinf(agreed):
+        warnings.warn(
+            f"newton_apply: estimated error {stats.agreement_estimate:.3g} after {stats.iters} pinned iterations "
+            f"exceeds {agreed:g}; leave max_iters=None to have the solve finish",
+            NotConvergedWarning,
+            stacklevel=4,
+        )
+
+
+def newton_vjp(
+    cell: Any,
+    x: Array,
+    config: NewtonConfig | None = None,
+    h0: Array | None = None,
+    *,
+    stats: NewtonStats | None = None,
+) -> tuple[Array, Callable[..., Gradients]]:
+    """The states of `cell` on `x`, and a function from their cotangent to gradients of x, parameters and h0.
+
+    ::
+
+        μ_t = g_t + J_{t+1}ᵀ μ_{t+1};   ∂/∂θ = Σ_t (∂f_t/∂θ)ᵀ μ_t
+
+    For libraries without automatic differentiation. The pullback takes ``cotangent`` (B, T, …) for the states, or
+    ``last`` (B, …) for the final state only, or both, and returns :class:`Gradients`. It may be called repeatedly.
+    ``config.recompute=True`` keeps no states for it and solves again.
+
+    Raises:
+        As newton_apply; the pullback raises ValueError for a cotangent of another shape.
+
+    Source: ParaRNN (arXiv 2510.21450), eq. 2.6.
+
+    >>> import numpy as np
+    >>> from pararnn import ParaGRU
+    >>> x = np.ones((1, 6, 2), dtype=np.float32)
+    >>> h, pullback = newton_vjp(ParaGRU(2, 3, seed=0), x)
+    >>> grads = pullback(np.ones_like(h))
+    >>> grads.x.shape, sorted(grads.params)
+    ((1, 6, 2), ['W_x.bias', 'W_x.weight', 'a_n', 'a_r', 'a_z'])
+    """
+    problem = _checked("newton_vjp", cell, x, config, h0)
+    # A gradient needs a state at the fixed point; a solve that gave up must not hand one out.
+    states = run_newton(problem, stats)
+    kept = None if problem.config.recompute else states
+
+    def pullback(cotangent: Array | None = None, *, last: Array | None = None) -> Gradients:
+        total = _whole_cotangent(problem, cotangent, last)
+        solved = run_newton(problem) if kept is None else kept
+        return choose(problem).backend.pull_back(replace(problem, guess=None), solved, total)
+
+    return states, pullback
+
+
+def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | None) -> Array:
+    """The cotangent of all states, with that of the last one added in."""
+    xp = problem.xp
+    if cotangent is None and last is None:
+        raise TypeError("pullback: give the states' cotangent, or last= for the final state's, or both")
+    for label, array, wanted in (
+        ("cotangent", cotangent, problem.state_shape),
+        ("last", last, (problem.shape[0], *problem.cell.state_shape)),
+    ):
+        if array is not None and tuple(array.shape) != wanted:
+            raise ValueError(f"pullback: {label} must have shape {wanted}, got {tuple(array.shape)}")
+    if last is None or problem.shape[1] == 0:
+        zeros = xp.zeros(problem.state_shape, dtype=problem.work_dtype, device=problem.device)
+        return zeros if cotangent is None else cotangent
+    tail = xp.expand_dims(cast(xp, last, problem.work_dtype), axis=1)
+    if cotangent is None:
+        front = xp.zeros(
+            (problem.shape[0], problem.shape[1] - 1, *problem.cell.state_shape),
+            dtype=problem.work_dtype,
+            device=problem.device,
+        )
+        return xp.concat([front, tail], axis=1)
+    given = cast(xp, cotangent, problem.work_dtype)
+    return xp.concat([given[:, :-1, ...], given[:, -1:, ...] + tail], axis=1)

@@ -1,0 +1,129 @@
+"""The cost model: how long a loop takes on an engine, and from that the path, the segments and the windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pararnn.engine import HEAVY, Costs
+from pararnn.programs import LoopProgram, StepPrograms
+
+# Segments are taken only where the model sees at least this gain, because a loop is exact by construction.
+MARGIN = 1.25
+# Bytes of gate inputs and states that one window may hold; windows keep memory flat as T grows.
+WINDOW_BYTES = 48 * 2**20
+SEGMENT_LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
+DEFAULT_WARMUP = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Segments of `segment_len` steps (T for the time loop), `segments` of them in a window, and why."""
+
+    path: str
+    segment_len: int
+    segments: int
+    reason: str
+    predicted_us: float
+
+    def windows(self, time: int) -> Iterator[tuple[int, int, int]]:
+        """(first step, L, C) of each window; what is left over at the end is one short segment of its own."""
+        start = 0
+        while start < time:
+            length = min(self.segment_len, time - start)
+            count = min(self.segments, (time - start) // length)
+            yield start, length, count
+            start += length * count
+
+
+def step_us(loop: LoopProgram, lanes: int, costs: Costs) -> float:
+    """Predicted microseconds of one row of `loop` on `lanes` lanes."""
+    heavy = sum(i.op in HEAVY for i in loop.program.instructions)
+    simple = len(loop.program.instructions) - heavy
+    # A sigmoid is four array operations, everything else about one.
+    calls = simple + heavy + 3 * sum(i.op == "sigmoid" for i in loop.program.instructions)
+    return calls * costs.overhead_us + lanes * 1e-3 * (simple * costs.simple_ns + heavy * costs.heavy_ns)
+
+
+def _fitting_length(time: int, wanted: int) -> int:
+    """A segment length near `wanted` that leaves few steps over."""
+    low, high = max(1, wanted * 7 // 8), max(1, wanted * 9 // 8)
+    return min(range(low, min(high, time) + 1), key=lambda l: (time % l, abs(l - wanted)), default=wanted)
+
+
+def window_segments(length: int, lanes: int, row_arrays: int, item: int, time: int) -> int:
+    """How many segments fit into one window's memory, at least one."""
+    bytes_each = max(1, length * lanes * row_arrays * item)
+    return max(1, min(time // length, WINDOW_BYTES // bytes_each))
+
+
+def make_plan(
+    programs: StepPrograms,
+    costs: Costs,
+    *,
+    time: int,
+    lanes: int,
+    item: int,
+    segment_len: int | None,
+    warmup: int | None,
+    long_memory: bool,
+    backward: bool = False,
+) -> Plan:
+    """The cheapest predicted way through `time` steps of `lanes` independent channels (B·D)."""
+    row_arrays = len(programs.gates) + 2 * programs.size
+    if time <= 1 or (segment_len is not None and segment_len >= time):
+        return Plan("sequential", max(time, 1), 1, "one segment covers the whole sequence", 0.0)
+    if segment_len is not None:
+        count = window_segments(segment_len, lanes, row_arrays, item, time)
+        return Plan("segments", segment_len, count, f"segment_len={segment_len} was asked for", 0.0)
+    loop_us = time * step_us(programs.adjoint if backward else programs.advance, lanes, costs)
+    best = Plan("sequential", time, 1, "", loop_us)
+    for wanted in SEGMENT_LENGTHS:
+        if wanted * 3 > time:
+            break
+        length = _fitting_length(time, wanted)
+        count = window_segments(length, lanes, row_arrays, item, time)
+        if count < 2:
+            continue
+        predicted = _segments_us(programs, costs, time, length, count, lanes, warmup, long_memory, backward)
+        if predicted < best.predicted_us:
+            best = Plan("segments", length, count, "", predicted)
+    if best.path == "segments" and best.predicted_us * MARGIN < loop_us:
+        reason = f"segments of {best.segment_len} are predicted {loop_us / best.predicted_us:.1f}x faster than the loop"
+        return Plan("segments", best.segment_len, best.segments, reason, best.predicted_us)
+    gain = f"{loop_us / best.predicted_us:.2f}x" if best.path == "segments" else "no gain"
+    reason = f"{lanes} channels already fill the machine: segments would bring {gain}"
+    length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
+    return Plan("sequential", length, 1, reason, loop_us)
+
+
+def _segments_us(
+    programs: StepPrograms,
+    costs: Costs,
+    time: int,
+    length: int,
+    count: int,
+    lanes: int,
+    warmup: int | None,
+    long_memory: bool,
+    backward: bool,
+) -> float:
+    """Predicted microseconds of all windows of `count` segments."""
+    wide = count * lanes
+    if backward:
+        per_row = step_us(programs.adjoint_affine, wide, costs) + step_us(programs.adjoint, wide, costs)
+        per_joint = step_us(programs.adjoint_joints, lanes, costs)
+        one = length * per_row + count * per_joint
+    else:
+        plain = step_us(programs.advance, wide, costs)
+        tangent = step_us(programs.advance_tangent, wide, costs)
+        per_joint = step_us(programs.correct, lanes, costs)
+        if long_memory:
+            one = length * (plain + 2.5 * tangent) + 2.5 * count * per_joint
+        else:
+            before = min(length, DEFAULT_WARMUP if warmup is None else warmup)
+            # Most channels need the plain pass only; allow for half of them needing one more with tangents.
+            one = before * plain + length * (plain + 0.5 * tangent) + count * per_joint
+    windows = time / (length * count)
+    leftover = (time % length) * step_us(programs.advance, lanes, costs)
+    return windows * one + leftover

@@ -1,0 +1,106 @@
+"""A problem: one cell on one input, checked once, before any work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import array_api_compat
+
+from pararnn.arrays import FLOATS, Array, Namespace, cast, common_namespace, compute_dtype, dtype_name
+from pararnn.cells.base import ChannelwiseCell
+from pararnn.config import NewtonConfig
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything a backend needs; shapes are B, T, I from ``x`` and D from the cell."""
+
+    cell: ChannelwiseCell
+    x: Array
+    h0: Array | None
+    config: NewtonConfig
+    guess: Array | None
+    xp: Namespace
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        batch, time, features = self.x.shape
+        return int(batch), int(time), int(features), self.cell.d_h
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of input and result."""
+        return self.x.dtype
+
+    @property
+    def work_dtype(self) -> Any:
+        """The dtype of the arithmetic."""
+        return compute_dtype(self.xp, self.x.dtype)
+
+    @property
+    def device(self) -> Any:
+        return array_api_compat.device(self.x)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        batch, time, _, _ = self.shape
+        return (batch, time, *self.cell.state_shape)
+
+    def start(self) -> list[Array]:
+        """The public slots before the first step, each (B, D), in the work dtype."""
+        xp, (batch, _, _, width) = self.xp, self.shape
+        if self.h0 is None:
+            zero = xp.zeros((batch, width), dtype=self.work_dtype, device=self.device)
+            return [zero] * self.cell.state_slots
+        h0 = cast(xp, self.h0, self.work_dtype)
+        return [h0] if self.cell.state_slots == 1 else [h0[:, s, :] for s in range(self.cell.state_slots)]
+
+    def slots_of(self, states: Array) -> list[Array]:
+        """A state array's slots, each (B, T, D)."""
+        return [states] if self.cell.state_slots == 1 else [states[:, :, s, :] for s in range(self.cell.state_slots)]
+
+
+def make_problem(
+    what: str,
+    cell: Any,
+    x: Array,
+    h0: Array | None = None,
+    config: NewtonConfig | None = None,
+    guess: Array | None = None,
+) -> Problem:
+    """A checked problem; every refusal says what was wanted, what came and what to do."""
+    config = NewtonConfig() if config is None else config
+    if not isinstance(config, NewtonConfig):
+        raise TypeError(f"{what}: config must be a NewtonConfig, got {type(config).__name__}")
+    if not isinstance(cell, ChannelwiseCell):
+        raise TypeError(
+            f"{what}: cell must be a ChannelwiseCell (ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh or your own subclass), "
+            f"got {type(cell).__name__}"
+        )
+    xp = common_namespace(what, x=x, h0=h0, guess=guess, **{"the cell's W_x.weight": cell.W_x.weight})
+    if x.ndim != 3:
+        raise ValueError(f"{what}: x must have 3 axes (B, T, I), got shape {tuple(x.shape)}; add a batch axis of 1")
+    name = dtype_name(x.dtype)
+    if name not in FLOATS:
+        raise TypeError(f"{what}: x must be floating ({', '.join(FLOATS)}), got {name}; cast or embed it first")
+    if x.dtype != cell.dtype:
+        raise TypeError(
+            f"{what}: x is {name} but the cell is {dtype_name(cell.dtype)}; use cell.to(dtype=x.dtype) or cast x"
+        )
+    if x.shape[2] != cell.d_in:
+        raise ValueError(f"{what}: the cell takes {cell.d_in} features, got x of shape {tuple(x.shape)}")
+    batch, time = int(x.shape[0]), int(x.shape[1])
+    for label, array, wanted in (
+        ("h0", h0, (batch, *cell.state_shape)),
+        ("guess", guess, (batch, time, *cell.state_shape)),
+    ):
+        if array is None:
+            continue
+        if tuple(array.shape) != wanted:
+            raise ValueError(f"{what}: {label} must have shape {wanted}, got {tuple(array.shape)}")
+        if dtype_name(array.dtype) not in FLOATS:
+            raise TypeError(f"{what}: {label} must be floating, got {dtype_name(array.dtype)}")
+    if h0 is not None:
+        cell.check_h0(xp, h0)
+    return Problem(cell, x, h0, config, guess, xp)

@@ -1,0 +1,313 @@
+"""The programs that solve a cell: its step, tangents and cotangents, each as straight-line code.
+
+All are derived from one trace of ``cell.step``. A :class:`LoopProgram` says how an engine runs the code along
+time: some operands are carried from step to step, some are read row by row, some stay constant; some results are
+written row by row, some are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from threading import Lock
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from pararnn.cells.base import ChannelwiseCell
+from pararnn.errors import UntraceableError
+from pararnn.graph import Expr, Graph, Program, SymbolicNamespace, add, jacobian, mul, pullback
+
+
+@dataclass(frozen=True, eq=False)
+class LoopProgram:
+    """A program to be run once per row.
+
+    Operands come in the order carry, rows, consts. Outputs come in the order new carry, stored, totals.
+    """
+
+    program: Program
+    carry: int
+    rows: int
+    consts: int
+    stored: int = 0
+    totals: int = 0
+    # Engines keep their compiled form here, by engine name.
+    compiled: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+def loop_program(
+    graph: Graph,
+    *,
+    carry: Sequence[str],
+    rows: Sequence[str],
+    consts: Sequence[str],
+    new: Sequence[Expr],
+    stored: Sequence[Expr] = (),
+    totals: Sequence[Expr] = (),
+) -> LoopProgram:
+    if len(new) != len(carry):
+        raise ValueError(f"a loop carries {len(carry)} values but its step gives back {len(new)}")
+    program = Program([*carry, *rows, *consts], [*new, *stored, *totals])
+    return LoopProgram(program, len(carry), len(rows), len(consts), len(stored), len(totals))
+
+
+class Entry:
+    """Names for the entries of an S×S matrix that are not structurally zero."""
+
+    def __init__(self, letter: str, matrix: Sequence[Sequence[Expr]]) -> None:
+        self.names = [
+            [None if e.is_number(0.0) else f"{letter}_{i}_{j}" for j, e in enumerate(row)]
+            for i, row in enumerate(matrix)
+        ]
+
+    @property
+    def flat(self) -> list[str]:
+        return [n for row in self.names for n in row if n is not None]
+
+    @property
+    def where(self) -> list[tuple[int, int]]:
+        return [(i, j) for i, row in enumerate(self.names) for j, n in enumerate(row) if n is not None]
+
+    def symbols(self, graph: Graph) -> list[list[Expr]]:
+        return [[graph.const(0.0) if n is None else graph.input(n) for n in row] for row in self.names]
+
+
+def _product(a: Sequence[Sequence[Expr]], b: Sequence[Sequence[Expr]]) -> list[list[Expr]]:
+    zero = a[0][0].graph.const(0.0)
+    rows = []
+    for row in a:
+        line = []
+        for j in range(len(b[0])):
+            total = zero
+            for k, factor in enumerate(row):
+                total = add(total, mul(factor, b[k][j]))
+            line.append(total)
+        rows.append(line)
+    return rows
+
+
+def _transposed(a: Sequence[Sequence[Expr]]) -> list[list[Expr]]:
+    return [list(row) for row in zip(*a, strict=True)]
+
+
+def _reachable(pattern: list[list[bool]]) -> list[list[bool]]:
+    """Pattern of every product of matrices with this pattern (identity included)."""
+    size = len(pattern)
+    closed = [[pattern[i][j] or i == j for j in range(size)] for i in range(size)]
+    for k in range(size):
+        for i in range(size):
+            for j in range(size):
+                closed[i][j] = closed[i][j] or (closed[i][k] and closed[k][j])
+    return closed
+
+
+class StepPrograms:
+    """Everything derived from one cell's step; `diagonal` keeps only the Jacobian's true diagonal in tangents."""
+
+    def __init__(self, cell: ChannelwiseCell, diagonal: bool = False) -> None:
+        self.graph = graph = Graph()
+        self.slots, self.gates, self.params = cell.slots, cell.gates, cell.params
+        self.bounds = [cell.bounds.get(s) for s in cell.slots]
+        self.size = len(self.slots)
+        self.prev = [graph.input(f"s_{s}") for s in self.slots]
+        gates = [graph.input(f"g_{g}") for g in self.gates]
+        params = [graph.input(f"p_{p}") for p in self.params]
+        new = cell.step(SymbolicNamespace(graph), *self.prev, *gates, *params)
+        if not isinstance(new, tuple) or len(new) != self.size:
+            got = f"{len(new)} values" if isinstance(new, tuple) else type(new).__name__
+            raise UntraceableError(
+                f"{type(cell).__name__}.step must return a tuple of its {self.size} new slot(s) "
+                f"({', '.join(self.slots)}), got {got}"
+            )
+        self.new = [graph.lift(value, f"{type(cell).__name__}.step") for value in new]
+        self.leaves = [*gates, *params]
+        self.jac = jacobian(self.new, self.prev)
+        if diagonal:
+            zero = graph.const(0.0)
+            self.jac = [[e if i == j else zero for j, e in enumerate(row)] for i, row in enumerate(self.jac)]
+        pattern = _reachable([[not e.is_number(0.0) for e in row] for row in self.jac])
+        one, zero = graph.const(1.0), graph.const(0.0)
+        # Names of the entries of the running product M, of its transpose N, and of the Jacobian J.
+        product = [[one if yes else zero for yes in row] for row in pattern]
+        self.m = Entry("M", product)
+        self.n = Entry("N", _transposed(product))
+        self.j = Entry("J", self.jac)
+        self.gate_names = [f"g_{g}" for g in self.gates]
+        self.param_names = [f"p_{p}" for p in self.params]
+        self.prev_names = [f"s_{s}" for s in self.slots]
+
+    @cached_property
+    def advance(self) -> LoopProgram:
+        """carry slots; rows gates; consts params."""
+        return loop_program(
+            self.graph, carry=self.prev_names, rows=self.gate_names, consts=self.param_names, new=self.new
+        )
+
+    @cached_property
+    def advance_tangent(self) -> LoopProgram:
+        """carry slots, M, and G = the largest |M| so far; rows gates; consts params."""
+        g = self.graph
+        grown = _product(self.jac, self.m.symbols(g))
+        new_m = [grown[i][j] for i, j in self.m.where]
+        largest = [f"G_{i}_{j}" for i, j in self.m.where]
+        new_g = [
+            g.apply("maximum", g.input(name), g.apply("abs", m)) for name, m in zip(largest, new_m, strict=True)
+        ]
+        return loop_program(
+            g,
+            carry=[*self.prev_names, *self.m.flat, *largest],
+            rows=self.gate_names,
+            consts=self.param_names,
+            new=[*self.new, *new_m, *new_g],
+        )
+
+    @cached_property
+    def correct(self) -> LoopProgram:
+        """The guarded correction, one row per segment.
+
+        carry δ (correction of the segment's start) and ν (rounding that reaches it); rows M, end states e, the next
+        segment's start s, a rounding floor, and for bounded slots the box; stores the next segment's new start.
+        """
+        g, size = self.graph, self.size
+        delta = [f"d_{s}" for s in self.slots]
+        noise = [f"n_{s}" for s in self.slots]
+        ends = [f"e_{s}" for s in self.slots]
+        starts = [f"b_{s}" for s in self.slots]
+        floors = [f"f_{s}" for s in self.slots]
+        boxes = [(f"lo_{s}", f"hi_{s}") for s, b in zip(self.slots, self.bounds, strict=True) if b is not None]
+        zero = g.const(0.0)
+        m = self.m.symbols(g)
+        new_delta, new_noise, new_start = [], [], []
+        for i, slot in enumerate(self.slots):
+            end, old = g.input(ends[i]), g.input(starts[i])
+            moved, spread = zero, g.input(floors[i])
+            for k in range(size):
+                if m[i][k].is_number(0.0):
+                    continue
+                d = g.input(delta[k])
+                # An exact start stays exact even where the tangent has overflowed: 0 * inf must be 0 here.
+                term = g.apply("where", g.apply("equal", d, zero), zero, g.apply("mul", m[i][k], d))
+                moved = add(moved, term)
+                spread = add(spread, mul(g.apply("abs", m[i][k]), g.input(noise[k])))
+            start = add(end, moved)
+            if self.bounds[i] is not None:
+                start = g.apply("maximum", g.apply("minimum", start, g.input(f"hi_{slot}")), g.input(f"lo_{slot}"))
+            finite = g.apply("equal", g.apply("sub", start, start), zero)
+            start = g.apply("where", finite, start, end)
+            same = g.apply("equal", start, old)
+            new_start.append(start)
+            new_delta.append(g.apply("where", same, zero, g.apply("sub", start, old)))
+            new_noise.append(spread)
+        return loop_program(
+            g,
+            carry=[*delta, *noise],
+            rows=[*self.m.flat, *ends, *starts, *floors],
+            consts=[name for box in boxes for name in box],
+            new=[*new_delta, *new_noise],
+            stored=new_start,
+        )
+
+    @cached_property
+    def jacobians(self) -> LoopProgram:
+        """rows previous slots, gates; consts params; stores J."""
+        return loop_program(
+            self.graph,
+            carry=[],
+            rows=[*self.prev_names, *self.gate_names],
+            consts=self.param_names,
+            new=[],
+            stored=[self.jac[i][j] for i, j in self.j.where],
+        )
+
+    @cached_property
+    def step_and_jacobians(self) -> LoopProgram:
+        """rows previous slots, gates; consts params; stores the new slots and J."""
+        return loop_program(
+            self.graph,
+            carry=[],
+            rows=[*self.prev_names, *self.gate_names],
+            consts=self.param_names,
+            new=[],
+            stored=[*self.new, *(self.jac[i][j] for i, j in self.j.where)],
+        )
+
+    def _sweep(self, columns: list[list[Expr]]) -> list[list[Expr]]:
+        """Jᵀ times each column vector, with J's entries as symbols."""
+        transposed = _transposed(self.j.symbols(self.graph))
+        return _transposed(_product(transposed, _transposed(columns)))
+
+    @cached_property
+    def adjoint_affine(self) -> LoopProgram:
+        """Reverse sweep of a segment as an affine map: carry N, b; rows J, g. ν ↦ N ν + b."""
+        g = self.graph
+        carry_b = [f"b_{s}" for s in self.slots]
+        rows_g = [f"c_{s}" for s in self.slots]
+        n_columns = _transposed(self.n.symbols(g))
+        b_column = [add(g.input(b), g.input(c)) for b, c in zip(carry_b, rows_g, strict=True)]
+        swept = self._sweep([*n_columns, b_column])
+        new_n = _transposed(swept[:-1])
+        return loop_program(
+            g,
+            carry=[*self.n.flat, *carry_b],
+            rows=[*self.j.flat, *rows_g],
+            consts=[],
+            new=[*(new_n[i][j] for i, j in self.n.where), *swept[-1]],
+        )
+
+    @cached_property
+    def adjoint_joints(self) -> LoopProgram:
+        """Across segments, right to left: carry ν; rows N, b; ν becomes N ν + b."""
+        g = self.graph
+        ends = [g.input(f"v_{s}") for s in self.slots]
+        rows_b = [f"b_{s}" for s in self.slots]
+        moved = _product(self.n.symbols(g), [[v] for v in ends])
+        return loop_program(
+            g,
+            carry=[v.value for v in ends],
+            rows=[*self.n.flat, *rows_b],
+            consts=[],
+            new=[add(row[0], g.input(b)) for row, b in zip(moved, rows_b, strict=True)],
+        )
+
+    @cached_property
+    def adjoint(self) -> LoopProgram:
+        """Reverse sweep: carry ν (cotangent from the future); rows J, g; stores μ = g + ν."""
+        g = self.graph
+        carry = [f"b_{s}" for s in self.slots]
+        rows_g = [f"c_{s}" for s in self.slots]
+        mu = [add(g.input(b), g.input(c)) for b, c in zip(carry, rows_g, strict=True)]
+        return loop_program(
+            g, carry=carry, rows=[*self.j.flat, *rows_g], consts=[], new=self._sweep([mu])[0], stored=mu
+        )
+
+    @cached_property
+    def leaf_cotangents(self) -> LoopProgram:
+        """rows previous slots, gates, μ; consts params; stores gate cotangents, adds up param cotangents."""
+        g = self.graph
+        mu = [f"u_{s}" for s in self.slots]
+        back = pullback(self.new, [g.input(name) for name in mu], self.leaves)
+        count = len(self.gates)
+        return loop_program(
+            g,
+            carry=[],
+            rows=[*self.prev_names, *self.gate_names, *mu],
+            consts=self.param_names,
+            new=[],
+            stored=back[:count],
+            totals=back[count:],
+        )
+
+
+_traced: WeakKeyDictionary[type, dict[tuple[Any, ...], StepPrograms]] = WeakKeyDictionary()
+_tracing = Lock()
+
+
+def programs_of(cell: ChannelwiseCell, *, diagonal: bool = False) -> StepPrograms:
+    """The programs of a cell's class and options, traced on first use."""
+    key = (diagonal, *(getattr(cell, name) for name in cell.options))
+    with _tracing:
+        known = _traced.setdefault(type(cell), {})
+        if key not in known:
+            known[key] = StepPrograms(cell, diagonal)
+        return known[key]

@@ -1,0 +1,101 @@
+"""The registry: finds backends through entry points, and picks one in a documented order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+
+from pararnn.backend import Backend
+from pararnn.errors import BackendUnavailableError
+from pararnn.problem import Problem
+
+GROUP = "pararnn.backends"
+# Names that the described system used for the path without kernels.
+_ALIASES = {"eager": "array"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that runs a problem, and why each one before it does not."""
+
+    backend: Backend
+    refusals: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def _found() -> dict[str, Backend | str]:
+    """Every backend by name; one whose import fails is kept as the sentence that says so."""
+    found: dict[str, Backend | str] = {"array": Backend()}
+    for entry in entry_points(group=GROUP):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:
+            found[entry.name] = f"it could not be imported: {type(error).__name__}: {error}"
+    return found
+
+
+_registered: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Adds a backend for this process, as an installed entry point would for every process.
+
+    >>> class Mine(Backend):
+    ...     name, priority = "mine", -1
+    >>> register_backend(Mine())
+    >>> "mine" in backends()
+    True
+    """
+    for wanted in ("name", "probe", "accepts", "newton", "pull_back"):
+        if not hasattr(backend, wanted):
+            raise TypeError(f"register_backend: {type(backend).__name__} has no {wanted}; derive from pararnn.Backend")
+    _registered[backend.name] = backend
+
+
+def backends() -> dict[str, Backend | str]:
+    """All known backends by name, in the order in which ``auto`` asks them (highest priority, then name)."""
+    known = {**_found(), **_registered}
+    return dict(sorted(known.items(), key=lambda item: (-getattr(item[1], "priority", 0), item[0])))
+
+
+def _refusal(backend: Backend | str, problem: Problem) -> str | None:
+    if isinstance(backend, str):
+        return backend
+    return backend.probe() or backend.accepts(problem)
+
+
+def choose(problem: Problem) -> Choice:
+    """The backend for `problem`.
+
+    A named backend is an order: if it cannot run, that is an error with its sentence. ``auto`` takes the first that
+    can, highest priority first; the array backend comes last and runs on every library.
+
+    Raises:
+        ValueError: no backend of that name.
+        BackendUnavailableError: the named backend cannot run here.
+        TypeError: the named backend does not take this problem, or an option needs a backend that is not here.
+    """
+    known = backends()
+    wanted = _ALIASES.get(problem.config.scan_backend, problem.config.scan_backend)
+    if wanted != "auto":
+        if wanted not in known:
+            names = ", ".join(["auto", *known, *_ALIASES])
+            raise ValueError(f"scan_backend={problem.config.scan_backend!r} is not known here; choose from {names}")
+        backend = known[wanted]
+        absent = backend if isinstance(backend, str) else backend.probe()
+        if absent is not None:
+            raise BackendUnavailableError(f"scan_backend={wanted!r} cannot run here: {absent}")
+        assert not isinstance(backend, str)
+        sentence = backend.accepts(problem)
+        if sentence is not None:
+            raise TypeError(f"scan_backend={wanted!r} cannot solve this: {sentence}")
+        return Choice(backend, {})
+    refusals: dict[str, str] = {}
+    for name, backend in known.items():
+        sentence = _refusal(backend, problem)
+        if sentence is None:
+            assert not isinstance(backend, str)
+            return Choice(backend, refusals)
+        refusals[name] = sentence
+    raise TypeError("no backend takes this problem: " + "; ".join(f"{n}: {s}" for n, s in refusals.items()))

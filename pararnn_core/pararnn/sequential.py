@@ -1,0 +1,61 @@
+"""The oracle: the plain time loop, written to be read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pararnn.arrays import Array, cast, quiet
+from pararnn.problem import Problem, make_problem
+
+# Steps whose gate inputs are projected at once: one matrix product instead of many small ones, bounded memory.
+PROJECTED_STEPS = 4096
+
+
+def sequential_apply(cell: Any, x: Array, h0: Array | None = None) -> Array:
+    """The states of `cell` on `x`, one step after the other.
+
+    ::
+
+        h_t = f(h_{t-1}, W_x x_t + b),   t = 0 … T-1,   h_{-1} = h0 or 0
+
+    Everything else in this library is measured against this loop.
+
+    Args:
+        cell: a ChannelwiseCell, its arrays of the same library and dtype as `x`.
+        x: (B, T, I), floating. Half precision is computed in float32 and returned in half.
+        h0: (B, D), or (B, S, D) for S slots; zeros if None. Cast to the dtype of the computation.
+
+    Returns:
+        (B, T, D) for one slot, (B, T, S, D) for S slots, in x's library, dtype and device.
+
+    Raises:
+        TypeError: an integer or foreign array, or a cell of another dtype.
+        ValueError: a shape that does not fit.
+
+    >>> import numpy as np
+    >>> from pararnn import ParaGRU
+    >>> sequential_apply(ParaGRU(2, 3, seed=0), np.zeros((1, 4, 2), dtype=np.float32)).shape
+    (1, 4, 3)
+    """
+    return run_sequential(make_problem("sequential_apply", cell, x, h0))
+
+
+def run_sequential(problem: Problem) -> Array:
+    """The loop itself, on a checked problem."""
+    xp, cell = problem.xp, problem.cell
+    batch, time, _, width = problem.shape
+    params = cell.recurrent(xp, problem.work_dtype)
+    weight, bias = (cast(xp, a, problem.work_dtype) for a in cell.W_x)
+    state = tuple(problem.start())
+    rows = []
+    with quiet(xp):
+        for t in range(time):
+            if t % PROJECTED_STEPS == 0:
+                block = cast(xp, problem.x[:, t : t + PROJECTED_STEPS, :], problem.work_dtype)
+                gates = xp.reshape(block @ xp.matrix_transpose(weight) + bias, (batch, -1, len(cell.gates), width))
+            now = gates[:, t % PROJECTED_STEPS, :, :]
+            state = cell.step(xp, *state, *(now[:, g, :] for g in range(len(cell.gates))), *params)
+            rows.append(state[0] if len(state) == 1 else xp.stack(state, axis=1))
+    if not rows:
+        return xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)
+    return cast(xp, xp.stack(rows, axis=1), problem.dtype)

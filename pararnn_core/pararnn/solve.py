@@ -1,0 +1,177 @@
+"""The default solve of a whole sequence: plan, windows one after the other, and the report."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from pararnn.arrays import Array, dtype_name, quiet
+from pararnn.cells.base import ChannelwiseCell
+from pararnn.config import NewtonConfig
+from pararnn.engine import ArrayEngine
+from pararnn.layout import Window, gate_rows, input_rows, times_of
+from pararnn.lyapunov import largest_exponent
+from pararnn.plan import Plan, make_plan
+from pararnn.problem import Problem
+from pararnn.programs import programs_of
+from pararnn.segments import DEFAULT_MAX_PASSES, Settings, WindowSolver
+from pararnn.stats import NewtonStats
+
+# Relative accuracy of the joint test. A tenth of the public agreement, because gradients amplify a state's error.
+DEFAULT_TOL = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
+
+
+def solve_cell_of(cell: ChannelwiseCell, config: NewtonConfig) -> ChannelwiseCell:
+    """The cell in the coordinates that `config.coords` asks for."""
+    if config.coords == "native":
+        return cell
+    chosen = cell.solve_cell()
+    if config.coords == "log" and chosen is cell:
+        raise TypeError(f"coords='log': {type(cell).__name__} has no log coordinates (ParaSLSTM has); use coords='auto'")
+    return chosen
+
+
+def check_structure(cell: ChannelwiseCell, config: NewtonConfig) -> bool:
+    """Whether tangents keep the diagonal only; refuses a structure that the cell does not have."""
+    wanted, own = config.jac_structure, cell.jac_structure
+    if wanted is None or wanted == own:
+        return False
+    if wanted == "diag":
+        return True
+    raise ValueError(
+        f"jac_structure={wanted!r}: {type(cell).__name__} has a '{own}' Jacobian; use None, '{own}' or 'diag'"
+    )
+
+
+def picard_sweeps(cell: ChannelwiseCell, config: NewtonConfig) -> int:
+    """Picard sweeps before the first pass; refuses an order to a cell that has none."""
+    if config.picard_iters and not cell.picard_start:
+        raise TypeError(
+            f"picard_iters={config.picard_iters}: {type(cell).__name__} has no Picard start (ParaSLSTM has); use None or 0"
+        )
+    if config.picard_iters is not None:
+        return config.picard_iters
+    return 1 if cell.picard_start else 0
+
+
+def tolerance(config: NewtonConfig, problem: Problem) -> float:
+    return float(config.tol) if config.tol is not None else DEFAULT_TOL[dtype_name(problem.dtype)]
+
+
+def plan_for(problem: Problem, engine: ArrayEngine) -> Plan:
+    """The path that `solve` takes for this problem."""
+    config = problem.config
+    cell = solve_cell_of(problem.cell, config)
+    programs = programs_of(cell, diagonal=check_structure(problem.cell, config))
+    batch, time, _, width = problem.shape
+    return make_plan(
+        programs,
+        engine.costs,
+        time=min(time, config.chunk_len or time),
+        lanes=batch * width,
+        item=8 if dtype_name(problem.work_dtype) == "float64" else 4,
+        segment_len=config.segment_len,
+        warmup=config.warmup,
+        long_memory=cell.picard_start,
+    )
+
+
+def _windows(plan: Plan, problem: Problem) -> list[Window]:
+    """All windows of the sequence; chunk_len, if set, also ends a window."""
+    batch, time, _, width = problem.shape
+    chunk = problem.config.chunk_len or max(time, 1)
+    return [
+        Window(first + begin, length, count, batch, width)
+        for first in range(0, time, chunk)
+        for begin, length, count in plan.windows(min(chunk, time - first))
+    ]
+
+
+def solve(problem: Problem, engine: ArrayEngine) -> tuple[Array, NewtonStats]:
+    """States (B, T, …) and what was done."""
+    plan = plan_for(problem, engine)
+    states, stats = _solve_with(problem, engine, plan)
+    if problem.config.max_iters is None and not stats.converged and plan.path != "sequential":
+        # An error accepted in one window grew beyond the tolerance in a later, chaotic one.
+        _, time, _, _ = problem.shape
+        loop = replace(plan, path="sequential", segment_len=time, segments=1)
+        states, again = _solve_with(problem, engine, loop)
+        again.walked = 1.0
+        again.reason = "the estimate outgrew the tolerance across windows, so the whole sequence was walked"
+        again.residual_history, again.passes = stats.residual_history, stats.passes + 1
+        stats = again
+    return states, stats
+
+
+def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Array, NewtonStats]:
+    xp, config = problem.xp, problem.config
+    cell = solve_cell_of(problem.cell, config)
+    programs = programs_of(cell, diagonal=check_structure(problem.cell, config))
+    sweeps = picard_sweeps(cell, config)
+    tol = tolerance(config, problem)
+    settings = Settings(
+        tol=tol,
+        exact=config.exact,
+        warmup=config.warmup,
+        max_passes=config.max_passes or DEFAULT_MAX_PASSES,
+        corrections=config.max_iters,
+        omega=float(config.omega),
+    )
+    solver = WindowSolver(engine, programs, settings, 0 if problem.guess is not None else sweeps)
+    stats = NewtonStats(
+        path=plan.path, segment_len=plan.segment_len, segments=plan.segments, reason=plan.reason, max_residual=0.0
+    )
+    batch, time, _, width = problem.shape
+    worst: Array | float = 0.0
+    with quiet(xp):
+        params = [xp.tile(p, (batch,)) for p in cell.recurrent(xp, problem.work_dtype)]
+        public = problem.start()
+        start = [xp.reshape(s, (-1,)) for s in cell.encode(xp, *public)]
+        zero = [xp.reshape(s, (-1,)) for s in cell.encode(xp, *(xp.zeros_like(s) for s in public))]
+        guess = None if problem.guess is None else _guess_slots(problem, cell)
+        writer = engine.writer(problem.state_shape, problem.dtype, problem.x)
+        error: list[Array] | None = None
+        history: list[float] = []
+        walked = 0.0
+        for window in _windows(plan, problem):
+            gates = gate_rows(problem, window, input_rows(problem, window))
+            starts = None if guess is None else _starts_of(xp, guess, window)
+            result = solver.solve(window, gates, params, start, error, zero, starts)
+            start, error = result.end, result.error
+            rows = cell.decode(xp, *(s[1:, :] for s in result.states))
+            writer.write(window.start, [times_of(xp, r, window) for r in rows])
+            if result.estimate is not None:
+                worst = xp.maximum(worst + xp.zeros_like(result.estimate), result.estimate)
+            report = result.report
+            stats.windows += 1
+            stats.passes = max(stats.passes, report.passes)
+            stats.iters = max(stats.iters, report.corrections)
+            stats.max_residual = max(stats.max_residual, report.mismatch)
+            walked += report.walked * (window.stop - window.start)
+            history += report.history
+        states = writer.finish()
+    stats.picard_iters = solver.picard if plan.path == "segments" else 0
+    stats.residual_history = tuple(history)
+    stats.walked = walked / time if time else 0.0
+    stats.exact = isinstance(worst, float)
+    stats.agreement_estimate = 0.0 if isinstance(worst, float) else float(xp.max(worst))
+    stats.converged = stats.agreement_estimate <= tol
+    stats._lyapunov = (lambda: largest_exponent(problem, states, engine)) if time and batch else math.nan
+    return states, stats
+
+
+def _guess_slots(problem: Problem, cell: ChannelwiseCell) -> list[Array]:
+    """A caller's guess in solve coordinates, by slot (B, T, D)."""
+    from pararnn.arrays import cast
+
+    slots = problem.slots_of(cast(problem.xp, problem.guess, problem.work_dtype))
+    return list(cell.encode(problem.xp, *slots))
+
+
+def _starts_of(xp, guess: list[Array], window: Window) -> list[Array]:
+    """The guessed states just before segments 1 … C-1, by slot ((C-1)·B·D,)."""
+    picked = []
+    for g in guess:
+        steps = [g[:, window.start + c * window.length - 1, :] for c in range(1, window.segments)]
+        picked.append(xp.reshape(xp.stack(steps), (-1,)) if steps else xp.reshape(g[:, :0, :], (-1,)))
+    return picked

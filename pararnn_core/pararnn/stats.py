@@ -1,0 +1,64 @@
+"""NewtonStats: what a solve did and how far its result can be trusted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class NewtonStats:
+    """Filled in place by a solve; pass one as ``stats=`` to read it afterwards.
+
+    Attributes:
+        max_residual: max|f(h_{t-1}, x_t) - h_t|; for segments the largest mismatch at a joint.
+        iters: Newton corrections made (the most of any window).
+        scan_backend: the backend that ran.
+        picard_iters: Picard sweeps made before Newton.
+        residual_history: max_residual before each correction, where it was computed.
+        path: 'sequential', 'segments' or 'per-step'.
+        segment_len, segments: L, and how many segments a window had.
+        windows: stretches of time solved one after the other.
+        passes: passes over the segments, the writing pass included (the most of any window).
+        walked: share of (segment, channel) pairs that the exact finish had to re-run in order.
+        agreement_estimate: estimated largest error against the time loop, relative to each slot's scale.
+        exact: the joints matched bit for bit, so the result is the time loop's.
+        converged: the estimate met the tolerance (always true for ``max_iters=None``).
+        lyapunov: largest finite-time Lyapunov exponent of any channel, per step; computed when first read.
+        reason: one sentence on why this path was taken.
+    """
+
+    max_residual: float = math.nan
+    iters: int = 0
+    scan_backend: str = ""
+    picard_iters: int = 0
+    residual_history: tuple[float, ...] = ()
+    path: str = ""
+    segment_len: int = 0
+    segments: int = 0
+    windows: int = 0
+    passes: int = 0
+    walked: float = 0.0
+    agreement_estimate: float = math.nan
+    exact: bool = False
+    converged: bool = False
+    reason: str = ""
+    _lyapunov: float | Callable[[], float] = field(default=math.nan, repr=False, compare=False)
+
+    @property
+    def lyapunov(self) -> float:
+        if callable(self._lyapunov):
+            self._lyapunov = self._lyapunov()
+        return self._lyapunov
+
+    def fill(self, other: NewtonStats) -> None:
+        """Takes over every field of `other`."""
+        self.__dict__.update(other.__dict__)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers and strings for a log; `lyapunov` only if it is known already."""
+        out = {k: v for k, v in self.__dict__.items() if not k.startswith("_")}
+        out["lyapunov"] = None if callable(self._lyapunov) else self._lyapunov
+        return out

@@ -1,0 +1,195 @@
+"""verify_agreement: one batch run both ways, compared slot by slot relative to the slot's scale."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from array_api_compat import device
+
+from pararnn.arrays import Array, cast, dtype_name
+from pararnn.config import NewtonConfig
+from pararnn.errors import AgreementError
+from pararnn.stats import NewtonStats
+
+_ATOL = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
+
+
+def default_agreement_atol(dtype: Any) -> float:
+    """The documented agreement τ of a dtype: 1e-10 (float64), 1e-4 (float32), 1e-2 (half).
+
+    >>> import numpy as np
+    >>> default_agreement_atol(np.float32)
+    0.0001
+    """
+    name = dtype_name(dtype)
+    if name not in _ATOL:
+        raise TypeError(f"default_agreement_atol: wanted one of {', '.join(_ATOL)}, got {dtype!r}")
+    return _ATOL[name]
+
+
+@dataclass(frozen=True)
+class AgreementReport:
+    """How far the parallel run is from the sequential one.
+
+    Attributes:
+        ok: every slot's relative error is within ``atol`` (plus ``rtol`` of the reference, elementwise).
+        max_abs, max_rel, mean_abs: over all slots; ``max_rel`` is relative to each slot's scale, never to a single
+            value near zero.
+        slots: relative error by slot name.
+        worst: slot, batch, time and channel of the largest relative error.
+        atol, rtol, reference: what was asked for; reference is 'same' (the dtype's own loop) or 'float64'.
+        shape, dtype, device: of the states.
+        newton_iters, max_residual, estimate, exact, path: from the solve's stats.
+    """
+
+    ok: bool
+    max_abs: float
+    max_rel: float
+    mean_abs: float
+    atol: float
+    rtol: float
+    reference: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    slots: dict[str, float]
+    worst: dict[str, Any]
+    newton_iters: int
+    max_residual: float
+    estimate: float
+    exact: bool
+    path: str
+    backend: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values, to paste into a report."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        verdict = "agrees" if self.ok else "DISAGREES"
+        slots = ", ".join(f"{name} {value:.2e}" for name, value in self.slots.items())
+        return (
+            f"{verdict}: relative error {self.max_rel:.2e} (allowed {self.atol:.0e}; {slots}), max_abs {self.max_abs:.2e}, "
+            f"estimate {self.estimate:.1e}{' exact' if self.exact else ''}, {self.path} on {self.backend}, "
+            f"{self.dtype} {self.shape}"
+        )
+
+
+def verify_agreement(
+    module: Any,
+    x: Array,
+    *,
+    config: NewtonConfig | None = None,
+    h0: Array | None = None,
+    atol: float | None = None,
+    rtol: float = 0.0,
+    reference: str = "same",
+    raise_on_fail: bool = False,
+) -> AgreementReport:
+    """Runs one batch in parallel and as a time loop, and reports how far they are apart.
+
+    ::
+
+        error_s = max|h_s - ĥ_s| / max|ĥ_s|   for each slot s;   ok: every error_s ≤ atol
+
+    Where the loop is not finite, the parallel run must be not finite in the same places.
+
+    Args:
+        module: a ChannelwiseCell.
+        x, config, h0: as for newton_apply.
+        atol, rtol: allowed error; atol defaults to default_agreement_atol(x.dtype).
+        reference: 'same' compares with the loop in x's dtype, 'float64' with the loop in float64.
+        raise_on_fail: AgreementError (with ``.report``) instead of a report that is not ok.
+
+    >>> import numpy as np
+    >>> from pararnn import ParaGRU
+    >>> verify_agreement(ParaGRU(2, 3, seed=0), np.ones((1, 100, 2), dtype=np.float32)).ok
+    True
+    """
+    from pararnn.newton import newton_apply
+    from pararnn.sequential import sequential_apply
+
+    if reference not in ("same", "float64"):
+        raise ValueError(f"verify_agreement: reference must be 'same' or 'float64', got {reference!r}")
+    if not hasattr(module, "slots"):
+        raise TypeError(f"verify_agreement: wanted a ChannelwiseCell, got {type(module).__name__}")
+    stats = NewtonStats()
+    parallel = newton_apply(module, x, config, h0=h0, stats=stats)
+    cell, given, start = module, x, h0
+    if reference == "float64":
+        xp = module.xp
+        cell, given = module.to(dtype=xp.float64), cast(xp, x, xp.float64)
+        start = None if h0 is None else cast(xp, h0, xp.float64)
+    oracle = sequential_apply(cell, given, h0=start)
+    report = compare(module, parallel, oracle, stats, atol=atol, rtol=rtol, reference=reference)
+    if raise_on_fail and not report.ok:
+        raise AgreementError(f"verify_agreement: {report}", report)
+    return report
+
+
+def compare(
+    cell: Any,
+    parallel: Array,
+    oracle: Array,
+    stats: NewtonStats,
+    *,
+    atol: float | None = None,
+    rtol: float = 0.0,
+    reference: str = "same",
+) -> AgreementReport:
+    """The report for two state arrays of `cell`."""
+    xp = cell.xp
+    allowed = default_agreement_atol(parallel.dtype) if atol is None else float(atol)
+    wide = oracle.dtype if dtype_name(oracle.dtype) == "float64" else xp.float32
+    slots: dict[str, float] = {}
+    worst: dict[str, Any] = {}
+    ok, max_abs, total, count = True, 0.0, 0.0, 0
+    for s, name in enumerate(cell.slots):
+        mine = cast(xp, parallel if len(cell.slots) == 1 else parallel[:, :, s, :], wide)
+        true = cast(xp, oracle if len(cell.slots) == 1 else oracle[:, :, s, :], wide)
+        if not math.prod(true.shape):
+            slots[name] = 0.0
+            continue
+        finite = xp.isfinite(true)
+        size = xp.abs(xp.where(finite, true, xp.zeros_like(true)))
+        scale = float(xp.max(size)) or 1.0
+        # Equal bits, equal infinities and NaN in the same place agree; any other non-finite value does not.
+        same = (mine == true) | (xp.isnan(mine) & xp.isnan(true))
+        gap = xp.where(same, xp.zeros_like(true), xp.abs(mine - true))
+        gap = xp.where(xp.isnan(gap), xp.full_like(gap, float("inf")), gap)
+        slots[name] = float(xp.max(gap)) / scale
+        ok = ok and bool(xp.all(gap <= allowed * scale + rtol * size))
+        max_abs = max(max_abs, float(xp.max(gap)))
+        total, count = total + float(xp.sum(gap)), count + math.prod(true.shape)
+        if slots[name] >= max(slots.values()):
+            flat = int(xp.argmax(xp.reshape(gap, (-1,))))
+            _, time, width = true.shape
+            worst = {
+                "slot": name,
+                "batch": flat // (time * width),
+                "time": flat // width % time,
+                "channel": flat % width,
+            }
+    return AgreementReport(
+        ok=ok,
+        max_abs=max_abs,
+        max_rel=max(slots.values(), default=0.0),
+        mean_abs=total / count if count else 0.0,
+        atol=allowed,
+        rtol=rtol,
+        reference=reference,
+        shape=tuple(int(n) for n in parallel.shape),
+        dtype=dtype_name(parallel.dtype),
+        device=str(device(parallel)),
+        slots=slots,
+        worst=worst,
+        newton_iters=stats.iters,
+        max_residual=stats.max_residual,
+        estimate=stats.agreement_estimate,
+        exact=stats.exact,
+        path=stats.path,
+        backend=stats.scan_backend,
+    )
