@@ -54,6 +54,10 @@ class Library:
         values = np.array(values)  # a copy: a library may share memory
         return self.module.from_numpy(values) if self.name == "torch" else self.xp.asarray(values)
 
+    def some(self, all_of_them, few):
+        """JAX compiles every operation anew for every shape, so its everyday run takes a few sizes only."""
+        return few if self.name == "jax" else all_of_them
+
     def numpy(self, array):
         assert type(array) is type(self.array(np.zeros(1))), f"{self.name} gave a {type(array)}"
         return np.asarray(array)
@@ -139,9 +143,23 @@ def close(actual, wanted, tol=1e-10, note=""):
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 def test_equals_the_plain_loop(lib, structure, reverse, method):
+    few = (0, 1, 2, 3, 4, 7, 8, 33, 129) if structure == "diag" else (0, 1, 2, 9, 33)
+    compare_with_the_loop(lib, structure, reverse, method, lib.some(LENGTHS, few), lib.some((1, 3), (3,)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("lib", ["jax"], indirect=True)
+def test_equals_the_plain_loop_at_every_length_on_jax(lib, structure, reverse, method):
+    compare_with_the_loop(lib, structure, reverse, method, LENGTHS, (1, 3))
+
+
+def compare_with_the_loop(lib, structure, reverse, method, lengths, channels):
     scan = SCANS[kind_of(structure)]
-    for t in LENGTHS:
-        for d in (1, 3):
+    for t in lengths:
+        for d in channels:
             if d == 1 and structure == "dense3":
                 continue  # dense problems have no channels
             given_arrays = problem(structure, t, d)
@@ -300,16 +318,16 @@ def test_generic_scan_refuses():
 @pytest.mark.parametrize("method", METHODS)
 def test_o01_operands_are_not_swapped(lib, method):
     for dtype, tol in ((np.float32, 1e-5), (np.float64, 1e-12)):
-        for t in (4, 8, 16, 32, 33, 64, 128, 129, 1024):
-            for d in (1, 3, 128):
+        for t in lib.some((4, 8, 16, 32, 33, 64, 128, 129, 1024), (4, 8, 33, 64)):
+            for d in lib.some((1, 3, 128), (3,)):
                 a, b = (np.tile(v.astype(dtype), t // 4 + 1)[None, :t, None].repeat(d, 2) for v in (A4, B4))
                 got = lib.numpy(scan_diag(lib.array(a), lib.array(b), method=method))
                 if t == 4:
                     np.testing.assert_allclose(got[0, :, 0], [1.0, 0.5, 0.9, 3.8], rtol=tol)
                 want = walk(STEPS["diag"], a.astype("f8"), b.astype("f8"), None, False)
-                close(got, want.astype(dtype), tol=tol, note=f"T={t} D={d}")
-                if lib.name != "numpy" and method == "seq":
-                    break  # the wide ones add nothing to a loop
+                with np.errstate(over="ignore"):
+                    want = want.astype(dtype)  # at T = 1024 the values grow out of float32: infinity, and no NaN
+                np.testing.assert_allclose(got, want, rtol=tol, err_msg=f"T={t} D={d}")
 
 
 def test_o01_swapped_operands_would_be_seen():
@@ -324,7 +342,7 @@ def test_o01_swapped_operands_would_be_seen():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_o02_reverse_reads_jac_at_the_same_time(lib, method):
-    for t in (4, 8, 16, 32, 33, 64, 128, 129, 1024):
+    for t in lib.some((4, 8, 16, 32, 33, 64, 128, 129, 1024), (4, 8, 33, 64)):
         a, b = (np.tile(v, t // 4 + 1)[None, :t, None] for v in (A4, B4))
         got = lib.numpy(scan_diag(lib.array(a), lib.array(b), reverse=True, method=method))
         if t == 4:
@@ -336,7 +354,7 @@ def test_o03_odd_lengths_on_every_axis_under_reverse(lib):
     """`db` for a = 1 is the reversed running sum of the cotangent."""
     row = lib.numpy(scan_diag(*map(lib.array, (np.ones((2, 9)), np.tile(np.arange(9.0), (2, 1)))), reverse=True))
     np.testing.assert_array_equal(row, [[36, 36, 35, 33, 30, 26, 21, 15, 8]] * 2)
-    for t in range(1, 41):
+    for t in lib.some(range(1, 41), (1, 2, 3, 9, 21)):
         for axis in (0, 1, 2):
             shape = [2, 2, 2]
             shape[axis] = t
@@ -379,10 +397,8 @@ def test_o04_any_length(t):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_o05_counting_is_exact_at_every_length(lib, method):
-    for t in (31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1023, 2049):
-        if method == "seq" and t > 300 and lib.name != "numpy":
-            break
-        for d in (1, 4):
+    for t in lib.some((31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 511, 1023, 2049), (31, 33, 64)):
+        for d in lib.some((1, 4), (4,)):
             ones = lib.array(np.ones((1, t, d), np.float32))
             count = np.tile(np.arange(1, t + 1, dtype=np.float32)[None, :, None], (1, 1, d))
             for reverse in (False, True):
@@ -459,7 +475,7 @@ def test_o41_nan_in_the_initial_state(lib, method):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_o41_infinity_stays_infinity(lib, method):
-    for t in (5, 33, 200):
+    for t in lib.some((5, 33, 200), (5, 33)):
         a, b = np.full((1, t, 2), 0.5), np.ones((1, t, 2))
         b[0, 2, 0] = np.inf
         got = lib.numpy(scan_diag(lib.array(a), lib.array(b), method=method))
@@ -523,10 +539,11 @@ def test_o63_operands_of_different_dtype(lib):
     pairs = [("f4", "f4", "f4"), ("f4", "f8", "f8"), ("f8", "f4", "f8"), ("c8", "f4", "c8"), ("c16", "f8", "c16")]
     if lib.name != "array_api_strict":
         pairs += [("f2", "f2", "f2"), ("f2", "f4", "f4")]
+    t = lib.some(33, 5)
     for left, right, result in pairs:
         for d in (1, 5):
-            a = (rng.uniform(-1, 1, (2, 33, d)) + (1j * rng.uniform(-1, 1, (2, 33, d)) if left[0] == "c" else 0)) / 2
-            a, b = a.astype(left), rng.uniform(-1, 1, (2, 33, d)).astype(right)
+            a = (rng.uniform(-1, 1, (2, t, d)) + (1j * rng.uniform(-1, 1, (2, t, d)) if left[0] == "c" else 0)) / 2
+            a, b = a.astype(left), rng.uniform(-1, 1, (2, t, d)).astype(right)
             wide = "c16" if left[0] == "c" else "f8"
             want = walk(STEPS["diag"], a.astype(wide), b.astype(wide), None, False)
             got = lib.numpy(scan_diag(lib.array(a), lib.array(b)))
@@ -548,18 +565,19 @@ def bfloat16_arrays(name, *arrays):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["numpy", "torch", "jax"])
 def test_o63_half_precision_sums_in_float32(name, method):
-    """A running sum of ones in bfloat16 stops at 256 when it is summed in bfloat16."""
-    ones = np.ones((1, 1024, 1), np.float32)
-    (a,), dtype, read = bfloat16_arrays(name, ones)
-    for scan, x in ((scan_diag, a), (scan_max_plus, a)):
-        out = scan(a, x, method=method, initial=None)
+    """A running sum of ones in bfloat16 stops at 256 when it is summed in bfloat16; here each count is rounded once."""
+    t = 300
+    counts = np.arange(1, t + 1, dtype=np.float32).reshape(1, t, 1)
+    (a, want), dtype, read = bfloat16_arrays(name, np.ones_like(counts), counts)
+    assert not np.array_equal(read(want), counts)
+    for out in (
+        scan_diag(a, a, method=method),
+        scan_max_plus(a, a, method=method),
+        scan_block(a[:, :, None, None], a[:, :, None], method=method)[:, :, 0],
+        scan_dense(a[..., None], a, method=method),
+    ):
         assert out.dtype == dtype
-        np.testing.assert_allclose(read(out)[0, :, 0], np.arange(1, 1025), rtol=2**-8)
-    block = scan_block(a[:, :, None, None], a[:, :, None], method=method)
-    dense = scan_dense(a[..., None], a, method=method)
-    for out in (block, dense):
-        assert out.dtype == dtype
-        np.testing.assert_allclose(read(out).reshape(-1), np.arange(1, 1025), rtol=2**-8)
+        np.testing.assert_array_equal(read(out), read(want))
 
 
 def test_o63_float32_jacobian_with_bfloat16_residual():
@@ -604,7 +622,7 @@ def test_max_plus_equals_the_ieee_loop_wherever_that_makes_no_nan():
     with np.errstate(invalid="ignore"):
         plain = walk(STEPS["max_plus"], shift, floor, np.full((1, 2000), -np.inf), False)
     fine = ~np.any(np.isnan(plain), axis=1)[0]
-    assert 100 < np.sum(fine) < 1900
+    assert 50 < np.sum(fine) < 1950
     np.testing.assert_array_equal(scan_max_plus(shift, floor)[..., fine], plain[..., fine])
 
 

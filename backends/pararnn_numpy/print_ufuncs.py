@@ -40,6 +40,7 @@ _UFUNCS = {
     "greater_equal": "greater_equal",
     "equal": "equal",
 }
+_GO_BACK = frozenset({"where", "logaddexp"})
 
 
 class _Buffers:
@@ -75,14 +76,18 @@ def print_ufuncs(loop: LoopProgram) -> str:
     def ref(value: str | float) -> str:
         return place.get(value, value) if isinstance(value, str) else number(value)
 
+    def give_back(names: tuple[str, ...]) -> None:
+        for name in names:
+            if place.get(name, "-")[0] in "bq":
+                (flags if name in conditions else floats).free.append(place[name])
+
     for instruction, frees in zip(program.instructions, program.last_uses(), strict=True):
         args = [ref(a) for a in instruction.args]
         pool = flags if instruction.target in conditions else floats
-        for name in frees:
-            # `where` fills its result in two steps, so its operands must not be overwritten by the first.
-            if instruction.op != "where" and name in place and place[name][0] in "bq":
-                (flags if name in conditions else floats).free.append(place[name])
-        # A freed operand's buffer may hold the result: elementwise ufuncs may write onto an input.
+        # An elementwise ufunc may write onto an operand that nobody reads again. An operation printed as several
+        # ufuncs that go back to their operands may not.
+        if instruction.op not in _GO_BACK:
+            give_back(frees)
         where = target_of.get(instruction.target) or pool.take()
         place[instruction.target] = where
         if instruction.op == "sigmoid":
@@ -109,10 +114,8 @@ def print_ufuncs(loop: LoopProgram) -> str:
             body += [f"np.copyto({where}, {args[2]})", f"np.copyto({where}, {args[1]}, where={args[0]})"]
         else:
             body.append(f"np.{_UFUNCS[instruction.op]}({', '.join(args)}, out={where})")
-        if instruction.op == "where":
-            for name in frees:
-                if name in place and place[name][0] in "bq":
-                    (flags if name in conditions else floats).free.append(place[name])
+        if instruction.op in _GO_BACK:
+            give_back(frees)
 
     tail: list[str] = []
     for k in range(loop.stored):

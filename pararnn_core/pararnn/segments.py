@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from array_api_compat import device
 
 from pararnn.arrays import Array, Namespace, epsilon, same_bits
+from pararnn.cells.base import ChannelwiseCell
 from pararnn.engine import ArrayEngine
 from pararnn.layout import Window
 from pararnn.plan import DEFAULT_WARMUP
@@ -28,7 +29,9 @@ SMALLEST_SCALE = 1e-6
 class Settings:
     """What the solver needs to know from a configuration."""
 
+    # What the joints must meet, and what they may leave once the rounding of any evaluation order is added.
     tol: float
+    accept: float
     exact: bool
     warmup: int | None
     max_passes: int
@@ -63,8 +66,10 @@ class WindowResult:
 class WindowSolver:
     """Solves windows with one engine; all arrays are lanes as in `layout.Window`, states in solve coordinates."""
 
-    def __init__(self, engine: ArrayEngine, programs: StepPrograms, settings: Settings, picard: int = 0) -> None:
-        self.engine, self.programs, self.settings, self.picard = engine, programs, settings, picard
+    def __init__(
+        self, engine: ArrayEngine, cell: ChannelwiseCell, programs: StepPrograms, settings: Settings, picard: bool
+    ) -> None:
+        self.engine, self.cell, self.programs, self.settings, self.picard = engine, cell, programs, settings, picard
         self.xp: Namespace = engine.xp
 
     def solve(
@@ -107,7 +112,8 @@ class WindowSolver:
             for e in error or []:
                 unsettled = unsettled | (e != 0.0)
             index = xp.nonzero(unsettled)[0]
-        settled = _Settled(states, [none] * len(start), none)
+        # Arrays of their own: an engine may put into them in place.
+        settled = _Settled(states, [xp.zeros_like(none) for _ in start], xp.zeros_like(none))
         if int(index.shape[0]):
             self._settle(window, gates, params, starts, index, error, settled, report)
         assert settled.states is not None
@@ -125,17 +131,18 @@ class WindowSolver:
             out = self.engine.loop(self.programs.advance, start, gates, params, keep=self.programs.size)
             return WindowResult(out.kept, out.carry, None, None, report)
         tangents = self._advance_tangent(gates, params, start)
-        _, estimate, errors = self._correct(tangents, start, 1, window.channels, error)
-        return WindowResult(tangents.states, [s[-1, :] for s in tangents.states], errors, estimate, report)
+        found = self._correct(tangents, start, 1, window.channels, error)
+        end = [s[-1, :] for s in tangents.states]
+        return WindowResult(tangents.states, end, found.end_error, found.estimate, report)
 
     def _first_starts(
         self, window: Window, gates: list[Array], wide: list[Array], start: list[Array], zero: list[Array]
     ) -> list[Array]:
         """Starts of segments 1 … C-1 by slot, from a warm-up over the steps just before each."""
         xp, m, count, length = self.xp, window.channels, window.segments, window.length
-        begin = [xp.tile(z, (count - 1,)) for z in zero]
         if self.picard:
-            return self._picard_starts(window, gates, wide, start, begin)
+            return self._picard_starts(window, gates, wide, start)
+        begin = [xp.tile(z, (count - 1,)) for z in zero]
         steps = min(length, DEFAULT_WARMUP if self.settings.warmup is None else self.settings.warmup)
         if steps == 0:
             return begin
@@ -147,20 +154,27 @@ class WindowSolver:
         return self.engine.loop(self.programs.advance, begin, rows, [p[:lanes] for p in wide]).carry
 
     def _picard_starts(
-        self, window: Window, gates: list[Array], wide: list[Array], start: list[Array], begin: list[Array]
+        self, window: Window, gates: list[Array], wide: list[Array], start: list[Array]
     ) -> list[Array]:
-        """Starts solved with the recurrent weights dropped (frozen gates), `picard` corrections deep.
+        """Starts solved exactly with the recurrent weights dropped (gates frozen at h = 0), by slot ((C-1)·m,).
 
-        Without recurrent weights a segment depends on the one before only through what it remembers, which the
-        guarded correction settles in very few sweeps.
+        Without feedback a segment's effect is what it does alone, joined to what is remembered through it.
         """
-        xp, m, count = self.xp, window.channels, window.segments
-        starts = [xp.concat([s, b]) for s, b in zip(start, begin, strict=True)]
-        dropped = [xp.zeros_like(p) for p in wide]
-        for _ in range(self.picard):
-            tangents = self._advance_tangent(gates, dropped, starts)
-            starts, _, _ = self._correct(tangents, starts, count, m, None)
-        return [s[m:] for s in starts]
+        xp, m, count, cell = self.xp, window.channels, window.segments, self.cell
+        lanes = (count - 1) * m
+        rows = [g[:, :lanes] for g in gates]
+        empty = cell.empty(xp, rows[0][0, :])
+        dropped = [xp.zeros_like(p[:lanes]) for p in wide]
+        alone = self.engine.loop(self.programs.advance, empty, rows, dropped).carry
+        sums, last = [xp.sum(r, axis=0) for r in rows], [r[-1, :] for r in rows]
+        state, starts = tuple(start), []
+        for c in range(count - 1):
+            part = slice(c * m, (c + 1) * m)
+            state = cell.frozen_join(
+                xp, state, [a[part] for a in alone], [s[part] for s in sums], [r[part] for r in last]
+            )
+            starts.append(state)
+        return [xp.concat(list(column)) for column in zip(*starts, strict=True)]
 
     def _advance_tangent(self, gates: list[Array], wide: list[Array], starts: list[Array]) -> _Tangents:
         xp, programs, size = self.xp, self.programs, self.programs.size
@@ -187,37 +201,32 @@ class WindowSolver:
             worst = max(worst, float(xp.max(gap)))
         return worst
 
-    def _scale(self, end: Array, start: Array, count: int, m: int) -> Array:
-        """Per channel the largest finite magnitude of a slot at any joint, (m,)."""
-        xp = self.xp
-        both = xp.abs(xp.reshape(xp.concat([end, start]), (2 * count, m)))
-        both = xp.where(both < float("inf"), both, xp.zeros_like(both))
-        return xp.maximum(xp.max(both, axis=0), xp.full_like(both[0, :], SMALLEST_SCALE))
-
     def _correct(
         self, tangents: _Tangents, starts: list[Array], count: int, m: int, error: list[Array] | None
-    ) -> tuple[list[Array], Array, list[Array]]:
-        """New starts by slot (C·m,), the estimated error relative to scale (m,), and the end's error by slot (m,).
+    ) -> _Correction:
+        """The guarded correction of all starts, and what it says about the error of this pass.
 
         The correction δ of a start is also the estimate of its error; G carries it to the worst place inside the
         segment, and a floor of rounding travels with it.
         """
         xp, programs, grid = self.xp, self.programs, (count, m)
         ends = [s[-1, ...] for s in tangents.states]
-        scales = [self._scale(e, s, count, m) for e, s in zip(ends, starts, strict=True)]
         largest: list[list[tuple[int, Array]]] = [[] for _ in starts]
         for (i, j), g in zip(programs.m.where, tangents.largest, strict=True):
             largest[i].append((j, xp.reshape(g, grid)))
+        # Rounding is relative to how large a slot is inside the segment where it happens.
+        sizes = [xp.reshape(_largest_finite(xp, s), grid) for s in tangents.states]
         floors = []
-        for row, scale in zip(largest, scales, strict=True):
-            inside = sum((g * scales[j] for j, g in row[1:]), row[0][1] * scales[row[0][0]])
-            floors.append(epsilon(scale.dtype) * xp.maximum(inside, xp.broadcast_to(scale, grid)))
+        for row, own in zip(largest, sizes, strict=True):
+            inside = sum((g * sizes[j] for j, g in row[1:]), row[0][1] * sizes[row[0][0]])
+            floors.append(epsilon(own.dtype) * xp.maximum(inside, own))
         boxes = []
         for bound, s in zip(programs.bounds, starts, strict=True):
             if bound is not None:
                 # The interval attracts, so its hull with the true start is never left.
                 boxes += [xp.minimum(s[:m], xp.full_like(s[:m], bound[0]))]
                 boxes += [xp.maximum(s[:m], xp.full_like(s[:m], bound[1]))]
+        scales = [xp.maximum(xp.max(s, axis=0), xp.full_like(s[0, :], SMALLEST_SCALE)) for s in sizes]
         none = xp.zeros_like(starts[0][:m])
         # After the last segment stands its own end, so that the last δ and ν are the end state's.
         following = [xp.concat([s[m:], e[(count - 1) * m :]]) for s, e in zip(starts, ends, strict=True)]
@@ -228,15 +237,18 @@ class WindowSolver:
             boxes,
             keep=2 * programs.size,
         )
-        reach = [xp.abs(d) + n for d, n in zip(out.kept[: programs.size], out.kept[programs.size :], strict=True)]
-        estimate = none
+        shift = [xp.abs(d) for d in out.kept[: programs.size]]
+        reach = [d + n for d, n in zip(shift, out.kept[programs.size :], strict=True)]
+        estimate = unsettled = none
         for row, floor, scale in zip(largest, floors, scales, strict=True):
             inside = sum((g * reach[j][:count, :] for j, g in row), floor)
             estimate = xp.maximum(estimate, xp.max(inside, axis=0) / scale)
+            moved = sum((g * shift[j][:count, :] for j, g in row[1:]), row[0][1] * shift[row[0][0]][:count, :])
+            unsettled = xp.maximum(unsettled, xp.max(moved, axis=0) / scale)
         new = [
             xp.concat([s[:m], xp.reshape(n[: count - 1, :], (-1,))]) for s, n in zip(starts, out.stored, strict=True)
         ]
-        return new, estimate, [r[count, :] for r in reach]
+        return _Correction(new, estimate, unsettled, [r[count, :] for r in reach])
 
     def _settle(
         self,
@@ -263,16 +275,19 @@ class WindowSolver:
             incoming = None if error is None else [xp.take(e, index) for e in error]
             size = int(index.shape[0])
             tangents = self._advance_tangent(here, wide, starts)
-            new, estimate, errors = self._correct(tangents, starts, count, size, incoming)
+            found = self._correct(tangents, starts, count, size, incoming)
+            estimate = found.estimate
             report.passes += 1
             exact = xp.all(self._joints_match(tangents.states, count, size), axis=0)
             for e in incoming or []:
                 exact = exact & (e == 0.0)
-            done = exact if self.settings.exact else exact | (estimate <= self.settings.tol)
+            done = exact
+            if not self.settings.exact:
+                done = exact | ((found.unsettled <= self.settings.tol) & (estimate <= self.settings.accept))
             finite = estimate < float("inf")
             report.history.append(float(xp.max(xp.where(finite, estimate, xp.zeros_like(estimate)))))
-            better = estimate < 0.5 * best
-            best = xp.where(better, estimate, best)
+            better = found.unsettled < 0.5 * best
+            best = xp.where(better, found.unsettled, best)
             stalled = xp.where(better, xp.zeros_like(stalled), stalled + 1.0)
             give_up = ~done & ((stalled >= PATIENCE) | (report.passes >= self.settings.max_passes))
             # Channels that leave, accepted or not, hand over the states of this pass.
@@ -284,7 +299,7 @@ class WindowSolver:
                 keep_error = done & ~exact
                 gone = xp.where(keep_error, estimate, xp.zeros_like(estimate))
                 settled.estimate = self._put(settled.estimate, chosen, xp.take(gone, leave))
-                for slot, e in enumerate(errors):
+                for slot, e in enumerate(found.end_error):
                     kept = xp.take(xp.where(keep_error, e, xp.zeros_like(e)), leave)
                     settled.errors[slot] = self._put(settled.errors[slot], chosen, kept)
                 accepted = xp.nonzero(done)[0]
@@ -297,7 +312,7 @@ class WindowSolver:
                 report.corrections += 1
             index = xp.take(index, stay)
             best, stalled = xp.take(best, stay), xp.take(stalled, stay)
-            starts = [self._take(s, count, stay) for s in new]
+            starts = [self._take(s, count, stay) for s in found.starts]
         channels = xp.concat(walked) if walked else index
         if int(channels.shape[0]):
             self._walk(window, gates, params, channels, error, settled, report)
@@ -352,8 +367,8 @@ class WindowSolver:
             if followed:
                 # An earlier window left an error: it must be followed through the tangents.
                 tangents = self._advance_tangent(rows, narrow, state)
-                _, reached, incoming = self._correct(tangents, state, 1, channels, incoming)
-                estimate = xp.maximum(estimate, reached)
+                found = self._correct(tangents, state, 1, channels, incoming)
+                estimate, incoming = xp.maximum(estimate, found.estimate), found.end_error
                 part, rerun = tangents.states, rerun + channels
             else:
                 moved = ~same_bits(xp, part[0][0, :], state[0])
@@ -394,16 +409,17 @@ class WindowSolver:
         m, count = window.channels, window.segments
         for k in range(corrections + 1):
             tangents = self._advance_tangent(gates, wide, starts)
-            new, estimate, errors = self._correct(tangents, starts, count, m, error)
+            found = self._correct(tangents, starts, count, m, error)
             report.passes += 1
             report.history.append(self._mismatch(tangents.states, count, m))
             if k < corrections:
                 omega = self.settings.omega
+                new = found.starts
                 starts = new if omega == 1.0 else [s + omega * (n - s) for s, n in zip(starts, new, strict=True)]
         report.corrections = corrections
         report.mismatch = report.history[-1]
         end = [s[-1, (count - 1) * m :] for s in tangents.states]
-        return WindowResult(tangents.states, end, errors, estimate, report)
+        return WindowResult(tangents.states, end, found.end_error, found.estimate, report)
 
 
 @dataclass
@@ -416,9 +432,26 @@ class _Tangents:
 
 
 @dataclass
+class _Correction:
+    """New starts by slot (C·m,); the pass's error relative to scale, all of it and the part that a further pass would
+    remove, (m,); and the error of the end state by slot (m,)."""
+
+    starts: list[Array]
+    estimate: Array
+    unsettled: Array
+    end_error: list[Array]
+
+
+@dataclass
 class _Settled:
     """What is final so far, over all channels of the window."""
 
     states: list[Array] | None
     errors: list[Array]
     estimate: Array
+
+
+def _largest_finite(xp: Namespace, rows: Array) -> Array:
+    """The largest finite magnitude in each column of (L, n)."""
+    size = xp.abs(rows)
+    return xp.max(xp.where(size < float("inf"), size, xp.zeros_like(size)), axis=0)

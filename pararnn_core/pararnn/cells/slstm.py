@@ -104,3 +104,25 @@ class _SLSTMInLogCoordinates(ParaSLSTM):
         u = (1.0 - share) * u + share * xp.tanh(r_z * h + z)
         # n / (n + eps) as a gate: exp never overflows and the limit n -> 0 is 0.
         return u, l, m, sigmoid(xp, r_o * h + o) * u * sigmoid(xp, l - math.log(self.eps))
+
+    def empty(self, xp: Namespace, like: Array) -> tuple[Array, ...]:
+        """A state that remembers nothing: no mass, and a stabiliser below every gate."""
+        none, never = xp.zeros_like(like), xp.full_like(like, -float("inf"))
+        return none, never, never, none
+
+    def frozen_join(
+        self, xp: Namespace, before: list[Array], alone: list[Array], sums: list[Array], last: list[Array]
+    ) -> tuple[Array, ...]:
+        """The state after a segment with its recurrent weights dropped.
+
+        Args:
+            before: the slots before the segment. alone: the slots after it from an empty state.
+            sums, last: each gate summed over the segment, and at its last step.
+        """
+        u, l, m, _ = before
+        moved = m + sums[1]
+        top = xp.maximum(moved, alone[2])
+        kept, new = moved - top + l, alone[2] - top + alone[1]
+        share = sigmoid(xp, new - kept)
+        u, l = (1.0 - share) * u + share * alone[0], xp.logaddexp(kept, new)
+        return u, l, top, sigmoid(xp, last[3]) * u * sigmoid(xp, l - math.log(self.eps))
