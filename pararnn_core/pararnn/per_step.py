@@ -33,16 +33,16 @@ def solve_per_step(problem: Problem, engine: ArrayEngine, iterations: int) -> tu
     xp, config = problem.xp, problem.config
     cell = solve_cell_of(problem.cell, config)
     system = _System(problem, cell)
-    picard_sweeps(cell, config)  # refuses an order to a cell without a Picard start
-    sweeps = config.picard_iters
-    if sweeps is None:
-        sweeps = published_sweeps(problem.shape[1]) if cell.picard_start else 0
+    sweeps = picard_sweeps(problem.cell, config)
+    offered = problem.cell.solve_cell().picard_start
+    if offered and config.picard_iters is None:
+        sweeps = published_sweeps(problem.shape[1])
     adapt = config.picard_adapt
     if adapt is None:
-        adapt = config.picard_iters is None and cell.picard_start
+        adapt = config.picard_iters is None
     with quiet(xp):
         states, stats = _iterate(problem, system, iterations, sweeps)
-        if adapt and cell.picard_start:
+        if adapt and offered:
             for more in _RETRIES:
                 if more <= sweeps or stats.max_residual <= config.picard_retry_atol:
                     continue

@@ -119,7 +119,7 @@ def _segments_us(
         tangent = step_us(programs.advance_tangent, wide, costs)
         per_joint = step_us(programs.correct, lanes, costs)
         if long_memory:
-            one = length * (plain + 2.5 * tangent) + 2.5 * count * per_joint
+            one = length * (plain + 6.0 * tangent) + 6.0 * count * per_joint
         else:
             before = min(length, DEFAULT_WARMUP if warmup is None else warmup)
             # Most channels need the plain pass only; allow for half of them needing one more with tangents.

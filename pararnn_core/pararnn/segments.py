@@ -67,9 +67,18 @@ class WindowSolver:
     """Solves windows with one engine; all arrays are lanes as in `layout.Window`, states in solve coordinates."""
 
     def __init__(
-        self, engine: ArrayEngine, cell: ChannelwiseCell, programs: StepPrograms, settings: Settings, picard: bool
+        self,
+        engine: ArrayEngine,
+        cell: ChannelwiseCell,
+        programs: StepPrograms,
+        settings: Settings,
+        picard: bool,
+        public: bool,
     ) -> None:
-        self.engine, self.cell, self.programs, self.settings, self.picard = engine, cell, programs, settings, picard
+        self.engine, self.cell, self.programs, self.settings = engine, cell, programs, settings
+        # Whether starts come from the frozen-gate scan, and whether the coordinates are the cell's public ones: only
+        # then do matching joints make the result the oracle's bit for bit.
+        self.picard, self.public = picard, public
         self.xp: Namespace = engine.xp
 
     def solve(
@@ -104,7 +113,7 @@ class WindowSolver:
         none = xp.zeros_like(start[0])
         states: list[Array] | None = None
         index = xp.arange(m, device=device(none))
-        if not self.picard:
+        if self.public and not self.picard:
             # A plain pass is enough wherever the network forgets within a warm-up.
             states = self.engine.loop(self.programs.advance, starts, gates, wide, keep=self.programs.size).kept
             report.passes = 1
@@ -281,6 +290,8 @@ class WindowSolver:
             exact = xp.all(self._joints_match(tangents.states, count, size), axis=0)
             for e in incoming or []:
                 exact = exact & (e == 0.0)
+            if not self.public:
+                exact = xp.zeros_like(exact)
             done = exact
             if not self.settings.exact:
                 done = exact | ((found.unsettled <= self.settings.tol) & (estimate <= self.settings.accept))
@@ -314,7 +325,10 @@ class WindowSolver:
             best, stalled = xp.take(best, stay), xp.take(stalled, stay)
             starts = [self._take(s, count, stay) for s in found.starts]
         channels = xp.concat(walked) if walked else index
-        if int(channels.shape[0]):
+        if int(channels.shape[0]) and not self.public:
+            never = xp.full_like(xp.take(settled.estimate, channels), float("inf"))
+            settled.estimate = self._put(settled.estimate, channels, never)
+        elif int(channels.shape[0]):
             self._walk(window, gates, params, channels, error, settled, report)
 
     def _take(self, lanes: Array, count: int, index: Array) -> Array:

@@ -1,6 +1,6 @@
 """The expression graph: a step traced once, differentiated, and printed for each backend."""
 
-from pararnn.graph.derivative import jacobian, pullback, topological
+from pararnn.graph.derivative import jacobian, pullback, pushforward, topological
 from pararnn.graph.expr import Expr, Graph, add, mul, neg
 from pararnn.graph.namespace import SymbolicNamespace
 from pararnn.graph.print_array import compile_array, print_array
@@ -19,5 +19,6 @@ __all__ = [
     "neg",
     "print_array",
     "pullback",
+    "pushforward",
     "topological",
 ]

@@ -1,4 +1,4 @@
-"""Derivatives of traced expressions: Jacobian entries (tangent) and pullbacks (cotangent).
+"""Derivatives of traced expressions: pushforwards and Jacobian entries (tangent), pullbacks (cotangent).
 
 Both read one table, `PARTIALS`, which gives for each operation the derivative by each operand. A kink
 (maximum, minimum, abs) takes the mean of its two slopes on a tie, so that equal operands share a
@@ -24,13 +24,14 @@ def _one_minus(a: Expr) -> Expr:
     return a.graph.apply("sub", _num(a, 1.0), a)
 
 
-def _pick(node: Expr, greater: float, less: float) -> tuple[Expr, Expr]:
-    """Slopes of a two-operand kink by its operands: 1 for the operand that wins, 1/2 each on a tie."""
+def _kink(node: Expr, side: float) -> tuple[Expr, Expr]:
+    """Slopes of maximum (side 1) and minimum (side -1): 1 for the operand that wins, 1/2 each on a tie.
+
+    Written with `sign` because selecting is several times dearer than arithmetic on most array libraries.
+    """
     a, b = node.args
-    half, tie = _num(node, 0.5), node.graph.apply("equal", a, b)
-    wins = node.graph.apply("greater", a, b)
-    inner = node.graph.apply("where", wins, _num(node, greater), _num(node, less))
-    first = node.graph.apply("where", tie, half, inner)
+    difference = node.graph.apply("sign", node.graph.apply("sub", a, b))
+    first = add(_num(node, 0.5), mul(_num(node, 0.5 * side), difference))
     return first, _one_minus(first)
 
 
@@ -79,8 +80,8 @@ PARTIALS: dict[str, Callable[[Expr], tuple[Expr, ...]]] = {
     "abs": lambda n: (n.graph.apply("sign", n.args[0]),),
     "sign": lambda n: (_num(n, 0.0),),
     "logaddexp": _logaddexp,
-    "maximum": lambda n: _pick(n, 1.0, 0.0),
-    "minimum": lambda n: _pick(n, 0.0, 1.0),
+    "maximum": lambda n: _kink(n, 1.0),
+    "minimum": lambda n: _kink(n, -1.0),
     "where": _where,
 }
 
@@ -110,26 +111,29 @@ def _selected(slope: Expr, tangent: Expr) -> Expr:
     return mul(slope, tangent)
 
 
+def pushforward(outputs: Sequence[Expr], inputs: Sequence[Expr], seeds: Sequence[Expr]) -> list[Expr]:
+    """Sum over j of d outputs[i] / d inputs[j] * seeds[j], for each i, by one forward sweep."""
+    zero = outputs[0].graph.const(0.0)
+    tangents = {id(wrt): seed for wrt, seed in zip(inputs, seeds, strict=True) if not seed.is_number(0.0)}
+    for node in topological(outputs):
+        if node.op in ("input", "const") or node.op in CONDITIONS:
+            continue
+        live = [(k, tangents[id(a)]) for k, a in enumerate(node.args) if id(a) in tangents]
+        if not live:
+            continue
+        partials = PARTIALS[node.op](node)
+        total = zero
+        for k, tangent in live:
+            total = add(total, _selected(partials[k], tangent))
+        if not total.is_number(0.0):
+            tangents[id(node)] = total
+    return [tangents.get(id(out), zero) for out in outputs]
+
+
 def jacobian(outputs: Sequence[Expr], inputs: Sequence[Expr]) -> list[list[Expr]]:
     """J[i][j] = d outputs[i] / d inputs[j]; entries that are structurally zero are the constant 0."""
-    columns = []
-    order = topological(outputs)
-    for wrt in inputs:
-        tangents: dict[int, Expr] = {id(wrt): _num(wrt, 1.0)}
-        zero = _num(wrt, 0.0)
-        for node in order:
-            if node.op in ("input", "const") or node.op in CONDITIONS:
-                continue
-            live = [(k, tangents[id(a)]) for k, a in enumerate(node.args) if id(a) in tangents]
-            if not live:
-                continue
-            partials = PARTIALS[node.op](node)
-            total = zero
-            for k, tangent in live:
-                total = add(total, _selected(partials[k], tangent))
-            if not total.is_number(0.0):
-                tangents[id(node)] = total
-        columns.append([tangents.get(id(out), zero) for out in outputs])
+    one = outputs[0].graph.const(1.0)
+    columns = [pushforward(outputs, [wrt], [one]) for wrt in inputs]
     return [[column[i] for column in columns] for i in range(len(outputs))]
 
 
