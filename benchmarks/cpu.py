@@ -21,6 +21,8 @@ from timing import best_of, header, save
 from pararnn import NewtonConfig, NewtonStats, ParaGRU, ParaLSTM, ParaSLSTM, newton_apply, newton_vjp
 from pararnn.verify import compare
 
+# State values above which the loop's rows, its stacked result and ours do not fit into 24 GB together.
+LARGEST = 1.2e9
 CELLS = {"GRU": ParaGRU, "LSTM": ParaLSTM, "sLSTM": ParaSLSTM}
 
 
@@ -30,14 +32,25 @@ def problem(kind: str, batch: int, time: int, width: int, features: int):
     return cell, x
 
 
-def gate(cell, x, config: NewtonConfig, cotangent) -> tuple[NewtonStats, float, float]:
-    """Raises unless states and gradients equal the loop's; returns stats and both errors."""
+def forward_gate(cell, x, config: NewtonConfig) -> tuple[NewtonStats, float]:
+    """Raises unless the states equal the loop's; returns stats and the largest relative error."""
     stats = NewtonStats()
-    states, pullback = newton_vjp(cell, x, config, stats=stats)
-    oracle, d_x, d_weight, _, d_params = loop_baseline.forward_and_backward(cell, x, cotangent)
-    report = compare(cell, states, oracle, stats)
-    if not report.ok:
-        raise SystemExit(f"correctness gate: {report}")
+    states = newton_apply(cell, x, config, stats=stats)
+    oracle = loop_baseline.forward(cell, x)
+    step = max(1, 2**24 // max(1, states[:, 0].size))
+    worst = 0.0
+    for first in range(0, x.shape[1], step):
+        report = compare(cell, states[:, first : first + step], oracle[:, first : first + step], stats)
+        if not report.ok:
+            raise SystemExit(f"correctness gate: {report}")
+        worst = max(worst, report.max_rel)
+    return stats, worst
+
+
+def gradient_gate(cell, x, config: NewtonConfig, cotangent) -> float:
+    """Raises unless the gradients equal the loop's; returns the largest relative error."""
+    _, pullback = newton_vjp(cell, x, config)
+    _, d_x, d_weight, _, _ = loop_baseline.forward_and_backward(cell, x, cotangent)
     grads = pullback(cotangent)
     errors = [
         float(np.max(np.abs(mine - true)) / np.max(np.abs(true)))
@@ -45,30 +58,30 @@ def gate(cell, x, config: NewtonConfig, cotangent) -> tuple[NewtonStats, float, 
     ]
     if max(errors) > 1e-3:
         raise SystemExit(f"correctness gate: gradients differ by {errors} (x, W_x)")
-    return stats, report.max_rel, max(errors)
+    return max(errors)
 
 
 def measure(kind, batch, time, width, features, backend, budget, both=True):
     cell, x = problem(kind, batch, time, width, features)
     config = NewtonConfig(scan_backend=backend)
-    states = newton_apply(cell, x, config)
-    cotangent = np.random.default_rng(2).standard_normal(states.shape, dtype=np.float32)
-    del states
-    stats, error, grad_error = gate(cell, x, config, cotangent)
-
-    def train():
-        _, pullback = newton_vjp(cell, x, config)
-        pullback(cotangent)
-
+    stats, error = forward_gate(cell, x, config)
+    gc.collect()
     row = {
         "cell": kind, "B": batch, "T": time, "D": width, "I": features, "backend": stats.scan_backend,
         "path": stats.path, "L": stats.segment_len, "passes": stats.passes, "exact": stats.exact,
-        "error": error, "grad_error": grad_error,
+        "error": error,
     }  # fmt: skip
     row["loop_ms"] = best_of(lambda: loop_baseline.forward(cell, x), budget_s=budget)["min"] * 1e3
     row["ours_ms"] = best_of(lambda: newton_apply(cell, x, config), budget_s=budget)["min"] * 1e3
     row["forward_x"] = row["loop_ms"] / row["ours_ms"]
     if both:
+        cotangent = np.random.default_rng(2).standard_normal((batch, time, *cell.state_shape), dtype=np.float32)
+        row["grad_error"] = gradient_gate(cell, x, config, cotangent)
+
+        def train():
+            _, pullback = newton_vjp(cell, x, config)
+            pullback(cotangent)
+
         row["loop_train_ms"] = (
             best_of(lambda: loop_baseline.forward_and_backward(cell, x, cotangent), budget_s=budget, least=2)["min"] * 1e3
         )
@@ -121,6 +134,9 @@ def main() -> None:
             for batch in (1, 16):
                 for width in (16, 256):
                     for time in (64, 1024, 16384, 131072):
+                        if batch * time * width * CELLS[kind](1, 1).state_slots > LARGEST:
+                            print(f"{kind:6}{batch:4}{time:8}{width:5}  left out: loop and result need over 16 GB")
+                            continue
                         budget = 0.5 if time * batch * width > 2**24 else options.budget
                         rows.append(measure(kind, batch, time, width, 16, options.backend, budget, both=False))
                         show(rows[-1])

@@ -93,7 +93,7 @@ def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: A
                 weight_sums[g] = weight_sums[g] + xp.matrix_transpose(flat) @ inputs
                 bias_sums[g] = bias_sums[g] + xp.sum(flat, axis=0)
             writer.write(window.start, [times_of(xp, xp.reshape(x_rows, (window.length, -1)), window)])
-        grads = _collect(problem, sums, weight_sums, bias_sums)
+        grads = collect_gradients(problem, sums, xp.concat(weight_sums), xp.concat(bias_sums))
         h0 = [xp.reshape(v, (batch, width)) for v in future]
         h0_grad = h0[0] if len(h0) == 1 else xp.stack(h0, axis=1)
     return Gradients(writer.finish(), grads, cast(xp, h0_grad, problem.dtype))
@@ -143,10 +143,8 @@ def _per_channel(xp, lanes: Array, width: int) -> Array:
     return xp.sum(xp.reshape(lanes, (-1, width)), axis=0)
 
 
-def _collect(
-    problem: Problem, sums: list[Array], weight_sums: list[Array], bias_sums: list[Array]
-) -> dict[str, Array]:
-    """Cotangents by stored array, with the clamp's mask."""
+def collect_gradients(problem: Problem, sums: list[Array], weight: Array, bias: Array) -> dict[str, Array]:
+    """Cotangents by stored array, from those of the clamped params and of W_x; the clamp's mask is applied here."""
     xp, cell = problem.xp, problem.cell
     by_name = dict(zip(cell.params, sums, strict=True))
     stacked = {row for rows in cell.stacked.values() for row in rows}
@@ -155,5 +153,5 @@ def _collect(
         out[name] = xp.stack([by_name[row] for row in rows])
     masks = cell.clamp_masks(xp, problem.work_dtype)
     out = {name: value * masks[name] for name, value in out.items()}
-    out["W_x.weight"], out["W_x.bias"] = xp.concat(weight_sums), xp.concat(bias_sums)
+    out["W_x.weight"], out["W_x.bias"] = weight, bias
     return {name: cast(xp, value, cell.dtype) for name, value in out.items()}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from typing import Any
 
 import array_api_compat
+import numpy as np
 
 Array = Any
 Namespace = Any
@@ -27,10 +29,9 @@ def resolve_namespace(xp: Namespace | None) -> Namespace:
         import array_api_compat.numpy as numpy_namespace
 
         return numpy_namespace
-    if hasattr(xp, "__array_api_version__") or not hasattr(xp, "__name__"):
-        name = getattr(xp, "__name__", "")
-        if name == "numpy":
-            return resolve_namespace(None)
+    if getattr(xp, "__name__", "") == "numpy":
+        return resolve_namespace(None)
+    if hasattr(xp, "__array_api_version__"):
         return xp
     for make in (lambda: xp.zeros(0), lambda: xp.empty(0)):
         with contextlib.suppress(Exception):
@@ -53,7 +54,8 @@ def common_namespace(what: str, **arrays: Array | None) -> Namespace:
     if len(found) > 1:
         listing = ", ".join(f"{n} is {namespace_name(xp)}" for n, xp in names.items())
         raise TypeError(f"{what}: all arrays must come from one library, but {listing}; convert them to one")
-    devices = {n: array_api_compat.device(a) for n, a in given.items()}
+    # An array that a JAX transformation traces is on no device yet.
+    devices = {n: d for n, a in given.items() if (d := array_api_compat.device(a)) is not None}
     if len(set(map(str, devices.values()))) > 1:
         listing = ", ".join(f"{n} on {d}" for n, d in devices.items())
         raise ValueError(f"{what}: all arrays must be on one device, but {listing}; move them to one")
@@ -67,6 +69,13 @@ def dtype_name(dtype: Any) -> str:
 
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def has_float64(xp: Namespace) -> bool:
+    """Whether arrays of `xp` can be float64; JAX gives float32 instead unless told otherwise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return dtype_name(xp.zeros(0, dtype=xp.float64).dtype) == "float64"
 
 
 def compute_dtype(xp: Namespace, dtype: Any) -> Any:
@@ -90,8 +99,8 @@ def quiet(xp: Namespace) -> contextlib.AbstractContextManager[Any]:
     A saturated gate overflows inside exp and still has the right limit, so such warnings would cry wolf, and a
     caller who turns warnings into errors must be able to run finite data.
     """
-    errstate = getattr(xp, "errstate", None)
-    return errstate(all="ignore") if errstate is not None else contextlib.nullcontext()
+    through_numpy = namespace_name(xp) in ("numpy", "array_api_strict")
+    return np.errstate(all="ignore") if through_numpy else contextlib.nullcontext()
 
 
 def same_bits(xp: Namespace, a: Array, b: Array) -> Array:

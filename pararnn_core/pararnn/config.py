@@ -21,12 +21,17 @@ _WINDOWS = (None, 32, 64, 128)
 
 def _whole(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"NewtonConfig: {name} must be a whole number of at least {least} or None, got {value!r}")
+        raise ValueError(f"NewtonConfig: {name} must be a whole number of at least {least}, got {value!r}")
+
+
+def _real(value: Any) -> float:
+    """`value` as a float, or NaN if it is no real number."""
+    good = not isinstance(value, (bool, str)) and hasattr(value, "__float__") and not getattr(value, "ndim", 0)
+    return float(value) if good else math.nan
 
 
 def _positive(name: str, value: Any, *, zero: bool = False) -> None:
-    good = not isinstance(value, (bool, str)) and hasattr(value, "__float__")
-    number = float(value) if good else math.nan
+    number = _real(value)
     if not (number >= 0.0 if zero else number > 0.0) or math.isinf(number):
         raise ValueError(f"NewtonConfig: {name} must be a finite number {'≥' if zero else '>'} 0, got {value!r}")
 
@@ -101,12 +106,17 @@ class NewtonConfig:
     def __post_init__(self) -> None:
         if self.max_iters is not None:
             _whole("max_iters", self.max_iters, 0)
-        for name, least in (("chunk_len", 1), ("picard_iters", 0), ("segment_len", 1), ("warmup", 0), ("max_passes", 1)):
+        least_values = {"chunk_len": 1, "picard_iters": 0, "segment_len": 1, "warmup": 0, "max_passes": 1}
+        for name, least in least_values.items():
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), least)
-        omega = self.omega
-        if isinstance(omega, (bool, str)) or not hasattr(omega, "__float__") or not 0.0 < float(omega) <= 2.0:
-            raise ValueError(f"NewtonConfig: omega must lie in (0, 2], got {omega!r}")
+        if not 0.0 < _real(self.omega) <= 2.0:
+            raise ValueError(f"NewtonConfig: omega must lie in (0, 2], got {self.omega!r}")
+        for name in ("fused_time_loop", "recompute", "fused_early_exit", "verify_first_step", "exact"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise ValueError(f"NewtonConfig: {name} must be True or False, got {getattr(self, name)!r}")
+        if not isinstance(self.picard_adapt, (bool, np.bool_, type(None))):
+            raise ValueError(f"NewtonConfig: picard_adapt must be True, False or None, got {self.picard_adapt!r}")
         for name in ("residual_atol", "residual_fail", "tol"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name), zero=name == "residual_atol")
@@ -121,24 +131,32 @@ class NewtonConfig:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"NewtonConfig: {name} must be one of {allowed}, got {getattr(self, name)!r}")
         if not isinstance(self.scan_backend, str) or not self.scan_backend:
-            raise ValueError(f"NewtonConfig: scan_backend must be 'auto' or a backend's name, got {self.scan_backend!r}")
+            got = repr(self.scan_backend)
+            raise ValueError(f"NewtonConfig: scan_backend must be 'auto' or a backend's name, got {got}")
         if self.newton_iters_by_t is not None:
             self._check_table(self.newton_iters_by_t)
+            # A copy, so that the caller's table can change without changing a frozen configuration.
+            object.__setattr__(self, "newton_iters_by_t", dict(self.newton_iters_by_t))
         if self.fused_window_len is not None and not self.fused_time_loop:
             raise ValueError("NewtonConfig: fused_window_len needs fused_time_loop=True")
         if self.fused_time_loop and self.chunk_len is not None:
             raise ValueError("NewtonConfig: fused_time_loop and chunk_len both cut time into windows; give one")
-        if self.exact and self.max_iters is not None:
-            raise ValueError("NewtonConfig: exact=True needs max_iters=None; a pinned count cannot promise matching joints")
+        if self.exact and (self.max_iters is not None or self.newton_iters_by_t is not None):
+            raise ValueError("NewtonConfig: exact=True cannot be promised by a pinned number of iterations; give one")
 
     def _check_table(self, table: Mapping[int, int]) -> None:
         if self.max_iters is not None:
-            raise ValueError("NewtonConfig: newton_iters_by_t needs max_iters=None; a pinned max_iters would override it")
+            raise ValueError("NewtonConfig: newton_iters_by_t needs max_iters=None; a pinned count would override it")
         if not isinstance(table, Mapping) or not table:
             raise ValueError(f"NewtonConfig: newton_iters_by_t must be a non-empty {{T: K}}, got {table!r}")
         for key, value in table.items():
             _whole("a T in newton_iters_by_t", key, 1)
             _whole("a K in newton_iters_by_t", value, 0)
+
+    def __hash__(self) -> int:
+        # A table is no key of its own; configurations are, for compilers that cache by them.
+        values = (getattr(self, f.name) for f in dataclasses.fields(self))
+        return hash(tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values))
 
     def replace(self, **changes: Any) -> NewtonConfig:
         """A copy with some fields changed.

@@ -30,7 +30,7 @@ class NewtonDivergenceError(RuntimeError):
 class AgreementError(RuntimeError):
     """The parallel and the sequential run differ by more than the tolerance; ``report`` has the numbers."""
 
-    def __init__(self, message: str, report: Any) -> None:
+    def __init__(self, message: str, report: Any = None) -> None:
         super().__init__(message)
         self.report = report
 

@@ -26,12 +26,15 @@ class Explanation:
     refusals: dict[str, str]
 
     def __str__(self) -> str:
-        where = f"segments of {self.segment_len} steps, {self.segments} at a time" if self.path == "segments" else self.path
+        where = self.path
+        if self.path == "segments":
+            where = f"segments of {self.segment_len} steps, {self.segments} at a time"
+        states, working = self.result_bytes / 2**20, self.working_bytes / 2**20
         lines = [
             f"backend  {self.backend}",
             f"path     {where}; {self.passes} pass{'es' if self.passes > 1 else ''} expected",
             f"because  {self.reason}",
-            f"memory   {self.result_bytes / 2**20:.1f} MiB of states, about {self.working_bytes / 2**20:.1f} MiB while solving",
+            f"memory   {states:.1f} MiB of states, about {working:.1f} MiB while solving",
         ]
         lines += [f"not      {name}: {sentence}" for name, sentence in self.refusals.items()]
         return "\n".join(lines)
@@ -52,7 +55,7 @@ def explain(cell: Any, x: Array, config: NewtonConfig | None = None, *, h0: Arra
     """
     problem = make_problem("explain", cell, x, h0, config)
     choice = choose(problem)
-    plan = choice.backend.describe(problem)
+    plan: dict[str, Any] = dict(choice.backend.describe(problem))
     batch, time, _, width = problem.shape
     item = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}[dtype_name(problem.dtype)]
     work = max(item, 4)

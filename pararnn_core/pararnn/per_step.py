@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from pararnn.arrays import Array, Namespace, cast, quiet
 from pararnn.cells.base import ChannelwiseCell
@@ -29,38 +30,89 @@ _RETRIES = (1, 3, 5)
 
 
 def solve_per_step(problem: Problem, engine: ArrayEngine, iterations: int) -> tuple[Array, NewtonStats]:
-    """At most `iterations` Newton iterations on all T states at once; stats carry the final estimate."""
+    """At most `iterations` Newton iterations on all time steps of a window at once; stats carry the final estimate.
+
+    One window holds the whole sequence, or ``chunk_len`` steps.
+    """
     xp, config = problem.xp, problem.config
     cell = solve_cell_of(problem.cell, config)
-    system = _System(problem, cell)
-    sweeps = picard_sweeps(problem.cell, config)
-    offered = problem.cell.solve_cell().picard_start
-    if offered and config.picard_iters is None:
-        sweeps = published_sweeps(problem.shape[1])
-    adapt = config.picard_adapt
-    if adapt is None:
-        adapt = config.picard_iters is None
+    batch, time, _, _ = problem.shape
+    chunk = min(config.chunk_len or time, time)
+    stats = NewtonStats(
+        path="per-step",
+        segment_len=1,
+        segments=chunk,
+        max_residual=0.0,
+        agreement_estimate=0.0,
+        exact=cell is problem.cell,
+        reason=f"{iterations} iterations on every time step were asked for",
+    )
+    pieces: list[Array] = []
+    h0, error = problem.h0, None
     with quiet(xp):
-        states, stats = _iterate(problem, system, iterations, sweeps)
-        if adapt and offered:
-            for more in _RETRIES:
-                if more <= sweeps or stats.max_residual <= config.picard_retry_atol:
-                    continue
-                states, stats = _iterate(problem, system, iterations, more)
-        public = cell.decode(xp, *states)
-    rows = public[0] if len(public) == 1 else xp.stack(public, axis=2)
-    out = cast(xp, rows, problem.dtype)
+        for first in range(0, time if batch else 0, max(chunk, 1)):
+            span = slice(first, first + chunk)
+            guess = None if problem.guess is None else problem.guess[:, span, ...]
+            window = _Window(replace(problem, x=problem.x[:, span, :], h0=h0, guess=guess), cell, error)
+            _solve_window(window, iterations)
+            public = cell.decode(xp, *window.states)
+            rows = public[0] if len(public) == 1 else xp.stack(public, axis=2)
+            h0, error = rows[:, -1, ...], window.end_error
+            pieces.append(cast(xp, rows, problem.dtype))
+            _add(stats, window.stats)
+    if pieces:
+        out = pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=1)
+        stats._lyapunov = lambda: largest_exponent(problem, out, engine)
+    else:
+        out = xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)
     stats.converged = stats.agreement_estimate <= tolerance(config, problem)
-    stats._lyapunov = (lambda: largest_exponent(problem, out, engine)) if out.shape[0] and out.shape[1] else math.nan
     return out, stats
 
 
-class _System:
-    """The equations r(h) = 0 of one problem, on slots (B, T, D)."""
+def _add(whole: NewtonStats, part: NewtonStats) -> None:
+    """Adds a window's stats to the sequence's; a NaN stays."""
+    whole.windows += 1
+    whole.iters, whole.passes = max(whole.iters, part.iters), max(whole.passes, part.passes)
+    whole.picard_iters = max(whole.picard_iters, part.picard_iters)
+    whole.residual_history += part.residual_history
+    whole.max_residual = _larger(whole.max_residual, part.max_residual)
+    whole.agreement_estimate = _larger(whole.agreement_estimate, part.agreement_estimate)
+    whole.exact = whole.exact and part.exact
 
-    def __init__(self, problem: Problem, cell: ChannelwiseCell) -> None:
+
+def _larger(a: float, b: float) -> float:
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
+
+
+def _solve_window(window: _Window, iterations: int) -> None:
+    """Newton from the window's first guess, tried again with more Picard sweeps while the residual stays high."""
+    config, cell = window.problem.config, window.problem.cell
+    sweeps = picard_sweeps(cell, config)
+    offered = cell.solve_cell().picard_start and window.problem.guess is None
+    if not offered:
+        sweeps = 0
+    elif config.picard_iters is None:
+        sweeps = published_sweeps(window.problem.shape[1])
+    window.iterate(iterations, sweeps)
+    if offered and (config.picard_iters is None if config.picard_adapt is None else config.picard_adapt):
+        for more in _RETRIES:
+            if more > sweeps and not window.stats.max_residual <= config.picard_retry_atol:
+                window.iterate(iterations, more)
+
+
+class _Window:
+    """The equations r(h) = 0 of one stretch of time, on slots (B, T, D), and their approximate solution.
+
+    `error` is the estimated error of the state before it by slot (B, D), or None where that state is exact.
+    """
+
+    states: list[Array]
+    end_error: list[Array]
+    stats: NewtonStats
+
+    def __init__(self, problem: Problem, cell: ChannelwiseCell, error: list[Array] | None) -> None:
         xp = self.xp = problem.xp
-        self.cell, self.problem = cell, problem
+        self.cell, self.problem, self.error = cell, problem, error
         self.programs: StepPrograms = programs_of(cell, diagonal=check_structure(problem.cell, problem.config))
         loop = self.programs.step_and_jacobians
         if "array" not in loop.compiled:
@@ -96,72 +148,64 @@ class _System:
         ]
         return list(self.cell.step(xp, *previous, *self.gates, *self.params))
 
-    def residual_and_correction(self, states: list[Array], method: str) -> tuple[float, list[Array]]:
-        """max|r| and δ by slot."""
+    def evaluate_at(self, states: list[Array]) -> tuple[float, list[Array], list[list[Array]]]:
+        """max|r|, r by slot, and J by entry."""
         xp, programs = self.xp, self.programs
         out = self.evaluate(xp, *self.previous(states), *self.gates, *self.params)
-        shape = states[0].shape
-        full = [_spread(xp, value, states[0], shape) for value in out]
+        full = [_spread(xp, value, states[0]) for value in out]
         # Equal infinities (an empty memory in log coordinates) leave no residual.
         residual = [
             xp.where(new == s, xp.zeros_like(s), new - s)
             for new, s in zip(full[: programs.size], states, strict=True)
         ]
-        largest = max(float(xp.max(xp.abs(r))) for r in residual)
-        entries = full[programs.size :]
-        if programs.size == 1:
-            jac = entries[0] if entries else xp.zeros_like(states[0])
-            return largest, [scan_diag(jac, residual[0], method=method)]
+        largest = float(xp.max(xp.stack([xp.max(xp.abs(r)) for r in residual])))
         zero = xp.zeros_like(states[0])
-        table = dict(zip(programs.j.where, entries, strict=True))
-        rows = [
-            xp.stack([table.get((i, j), zero) for j in range(programs.size)], axis=2) for i in range(programs.size)
-        ]
-        delta = scan_block(xp.stack(rows, axis=2), xp.stack(residual, axis=2), method=method)
-        return largest, [delta[:, :, s, :] for s in range(programs.size)]
+        table = dict(zip(programs.j.where, full[programs.size :], strict=True))
+        size = range(programs.size)
+        return largest, residual, [[table.get((i, j), zero) for j in size] for i in size]
+
+    def correction(
+        self, residual: list[Array], jac: list[list[Array]], initial: list[Array] | None = None
+    ) -> list[Array]:
+        """δ by slot, from `initial` before the first step."""
+        xp, method = self.xp, self.problem.config.scan_tile
+        if len(residual) == 1:
+            first = None if initial is None else initial[0]
+            return [scan_diag(jac[0][0], residual[0], initial=first, method=method)]
+        whole = xp.stack([xp.stack(row, axis=2) for row in jac], axis=2)
+        first = None if initial is None else xp.stack(initial, axis=1)
+        delta = scan_block(whole, xp.stack(residual, axis=2), initial=first, method=method)
+        return [delta[:, :, s, :] for s in range(len(residual))]
+
+    def iterate(self, iterations: int, sweeps: int) -> None:
+        """At most `iterations` iterations from the guess of `sweeps` sweeps; fills `states`, `end_error`, `stats`."""
+        xp, config = self.xp, self.problem.config
+        states, omega, made, history = self.first_guess(sweeps), float(config.omega), 0, []
+        while True:
+            largest, residual, jac = self.evaluate_at(states)
+            history.append(largest)
+            if made == iterations or (config.residual_atol is not None and largest < config.residual_atol):
+                break
+            delta = self.correction(residual, jac)
+            states = [s + (d if omega == 1.0 else omega * d) for s, d in zip(states, delta, strict=True)]
+            made += 1
+        # The next correction is the first-order estimate of the error that is left, with what came in.
+        left = self.correction(residual, jac, self.error)
+        estimate = 0.0
+        for s, d in zip(states, left, strict=True):
+            size = xp.where(xp.abs(s) < float("inf"), xp.abs(s), xp.zeros_like(s))
+            estimate = _larger(estimate, float(xp.max(xp.abs(d))) / max(float(xp.max(size)), 1e-30))
+        self.states, self.end_error = states, [d[:, -1, :] for d in left]
+        self.stats = NewtonStats(
+            max_residual=largest,
+            iters=made,
+            picard_iters=sweeps,
+            residual_history=tuple(history),
+            passes=made + 1,
+            agreement_estimate=estimate,
+            exact=largest == 0.0,
+        )
 
 
-def _spread(xp: Namespace, value: Array | float, like: Array, shape: tuple[int, ...]) -> Array:
-    return xp.full_like(like, value) if isinstance(value, float) else xp.broadcast_to(value, shape)
-
-
-def _iterate(problem: Problem, system: _System, iterations: int, sweeps: int) -> tuple[list[Array], NewtonStats]:
-    xp, config = problem.xp, problem.config
-    batch, time, _, _ = problem.shape
-    stats = NewtonStats(
-        path="per-step",
-        segment_len=1,
-        segments=time,
-        windows=1,
-        picard_iters=sweeps,
-        reason=f"{iterations} iterations on every time step were asked for",
-    )
-    states = system.first_guess(sweeps)
-    if not batch or not time:
-        stats.max_residual = stats.agreement_estimate = 0.0
-        stats.exact = True
-        return states, stats
-    history = []
-    while True:
-        residual, delta = system.residual_and_correction(states, config.scan_tile)
-        history.append(residual)
-        small = config.residual_atol is not None and residual < config.residual_atol
-        if stats.iters == iterations or small:
-            break
-        omega = float(config.omega)
-        states = [s + (d if omega == 1.0 else omega * d) for s, d in zip(states, delta, strict=True)]
-        stats.iters += 1
-    stats.max_residual, stats.residual_history = residual, tuple(history)
-    stats.passes = stats.iters + 1
-    # The next correction is the first-order estimate of the error that is left.
-    worst = 0.0
-    for s, d in zip(states, delta, strict=True):
-        size = xp.where(xp.abs(s) < float("inf"), xp.abs(s), xp.zeros_like(s))
-        scale = max(float(xp.max(size)), 1e-30)
-        left = float(xp.max(xp.abs(d))) / scale
-        worst = left if math.isnan(left) else max(worst, left)
-        if math.isnan(worst):
-            break
-    stats.agreement_estimate = worst
-    stats.exact = residual == 0.0
-    return states, stats
+def _spread(xp: Namespace, value: Array | float, like: Array) -> Array:
+    return xp.full_like(like, value) if isinstance(value, float) else xp.broadcast_to(value, like.shape)

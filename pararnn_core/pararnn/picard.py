@@ -28,9 +28,7 @@ def frozen_gate_states(
     xp = problem.xp
     c0, n0, m0, h0 = problem.start()
     before = xp.zeros_like(gates[0])
-    for sweep in range(sweeps):
-        if sweep:
-            before = xp.concat([xp.expand_dims(h0, axis=1), h[:, :-1, :]], axis=1)
+    for _ in range(sweeps):
         i, f, z, o = (g + r * before for g, r in zip(gates, params, strict=True))
         m = scan_max_plus(f, i, initial=m0)
         m_before = xp.concat([xp.expand_dims(m0, axis=1), m[:, :-1, :]], axis=1)
@@ -38,4 +36,5 @@ def frozen_gate_states(
         n = scan_diag(keep, new, initial=n0)
         c = scan_diag(keep, new * xp.tanh(z), initial=c0)
         h = sigmoid(xp, o) * c / (n + problem.cell.eps)
+        before = xp.concat([xp.expand_dims(h0, axis=1), h[:, :-1, :]], axis=1)
     return list(cell.encode(xp, c, n, m, h))

@@ -122,8 +122,9 @@ def _segments_us(
             one = length * (plain + 6.0 * tangent) + 6.0 * count * per_joint
         else:
             before = min(length, DEFAULT_WARMUP if warmup is None else warmup)
-            # Most channels need the plain pass only; allow for half of them needing one more with tangents.
-            one = before * plain + length * (plain + 0.5 * tangent) + count * per_joint
+            # After a full warm-up most channels need the plain pass only; after a short one all need tangents, twice.
+            extra = 0.5 if before >= DEFAULT_WARMUP else 2.0
+            one = before * plain + length * (plain + extra * tangent) + (1.0 + extra) * count * per_joint
     windows = time / (length * count)
     leftover = (time % length) * step_us(programs.advance, lanes, costs)
     return windows * one + leftover

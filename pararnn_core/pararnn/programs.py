@@ -305,6 +305,28 @@ class StepPrograms:
             totals=back[count:],
         )
 
+    @cached_property
+    def back_propagate(self) -> LoopProgram:
+        """The whole adjoint of the time loop in one reverse sweep.
+
+        carry ν; rows previous slots, gates, g; consts params; stores gate cotangents, adds up param cotangents.
+        """
+        g = self.graph
+        carry = [f"b_{s}" for s in self.slots]
+        rows_g = [f"c_{s}" for s in self.slots]
+        mu = [add(g.input(b), g.input(c)) for b, c in zip(carry, rows_g, strict=True)]
+        back = pullback(self.new, mu, [*self.prev, *self.leaves])
+        leaves = self.size + len(self.gates)
+        return loop_program(
+            g,
+            carry=carry,
+            rows=[*self.prev_names, *self.gate_names, *rows_g],
+            consts=self.param_names,
+            new=back[: self.size],
+            stored=back[self.size : leaves],
+            totals=back[leaves:],
+        )
+
 
 _traced: WeakKeyDictionary[type, dict[tuple[Any, ...], StepPrograms]] = WeakKeyDictionary()
 _tracing = Lock()

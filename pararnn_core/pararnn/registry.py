@@ -15,6 +15,9 @@ GROUP = "pararnn.backends"
 _ALIASES = {"eager": "array"}
 
 
+_RESERVED = ("auto", *_ALIASES)
+
+
 @dataclass(frozen=True)
 class Choice:
     """The backend that runs a problem, and why each one before it does not."""
@@ -23,13 +26,23 @@ class Choice:
     refusals: dict[str, str]
 
 
+def _lacks(backend: object) -> str | None:
+    """What keeps an object from being a backend, or None."""
+    for wanted in ("name", "probe", "accepts", "newton", "pull_back", "describe"):
+        if not hasattr(backend, wanted):
+            return f"{type(backend).__name__} has no {wanted}; derive from pararnn.Backend"
+    return None
+
+
 @lru_cache(maxsize=1)
 def _found() -> dict[str, Backend | str]:
     """Every backend by name; one whose import fails is kept as the sentence that says so."""
     found: dict[str, Backend | str] = {"array": Backend()}
     for entry in entry_points(group=GROUP):
         try:
-            found[entry.name] = entry.load()
+            backend = entry.load()
+            lacks = _lacks(backend)
+            found[entry.name] = f"it is no backend: {lacks}" if lacks else backend
         except Exception as error:
             found[entry.name] = f"it could not be imported: {type(error).__name__}: {error}"
     return found
@@ -47,9 +60,10 @@ def register_backend(backend: Backend) -> None:
     >>> "mine" in backends()
     True
     """
-    for wanted in ("name", "probe", "accepts", "newton", "pull_back"):
-        if not hasattr(backend, wanted):
-            raise TypeError(f"register_backend: {type(backend).__name__} has no {wanted}; derive from pararnn.Backend")
+    if lacks := _lacks(backend):
+        raise TypeError(f"register_backend: {lacks}")
+    if backend.name in _RESERVED:
+        raise ValueError(f"register_backend: the name {backend.name!r} has a meaning of its own; choose another")
     _registered[backend.name] = backend
 
 

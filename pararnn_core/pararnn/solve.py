@@ -164,7 +164,8 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     stats.exact = isinstance(worst, float) and public
     stats.agreement_estimate = 0.0 if isinstance(worst, float) else float(xp.max(worst))
     stats.converged = stats.agreement_estimate <= accept
-    stats._lyapunov = (lambda: largest_exponent(problem, states, engine)) if time and batch else math.nan
+    if time and batch:
+        stats.measure_lyapunov(lambda: largest_exponent(problem, states, engine))
     return states, stats
 
 

@@ -53,6 +53,14 @@ class NewtonStats:
             self._lyapunov = self._lyapunov()
         return self._lyapunov
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and sent to other processes: numbers only, so the exponent is computed now."""
+        return {**self.__dict__, "_lyapunov": self.lyapunov}
+
+    def measure_lyapunov(self, measure: Callable[[], float]) -> None:
+        """Has `lyapunov` computed by `measure` when somebody reads it."""
+        self._lyapunov = measure
+
     def fill(self, other: NewtonStats) -> None:
         """Takes over every field of `other`."""
         self.__dict__.update(other.__dict__)

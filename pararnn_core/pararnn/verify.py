@@ -9,7 +9,7 @@ from typing import Any
 
 from array_api_compat import device
 
-from pararnn.arrays import Array, cast, dtype_name
+from pararnn.arrays import Array, cast, dtype_name, has_float64, namespace_name, quiet, same_bits
 from pararnn.config import NewtonConfig
 from pararnn.errors import AgreementError
 from pararnn.stats import NewtonStats
@@ -72,9 +72,9 @@ class AgreementReport:
         verdict = "agrees" if self.ok else "DISAGREES"
         slots = ", ".join(f"{name} {value:.2e}" for name, value in self.slots.items())
         return (
-            f"{verdict}: relative error {self.max_rel:.2e} (allowed {self.atol:.0e}; {slots}), max_abs {self.max_abs:.2e}, "
-            f"estimate {self.estimate:.1e}{' exact' if self.exact else ''}, {self.path} on {self.backend}, "
-            f"{self.dtype} {self.shape}"
+            f"{verdict}: relative error {self.max_rel:.2e} (allowed {self.atol:.0e}; {slots}), "
+            f"max_abs {self.max_abs:.2e}, estimate {self.estimate:.1e}{' exact' if self.exact else ''}, "
+            f"{self.path} on {self.backend}, {self.dtype} {self.shape}"
         )
 
 
@@ -121,6 +121,11 @@ def verify_agreement(
     cell, given, start = module, x, h0
     if reference == "float64":
         xp = module.xp
+        if not has_float64(xp):
+            raise TypeError(
+                f"verify_agreement: reference='float64' needs float64, which {namespace_name(xp)} has switched off "
+                "here (JAX: jax.config.update('jax_enable_x64', True)); use reference='same'"
+            )
         cell, given = module.to(dtype=xp.float64), cast(xp, x, xp.float64)
         start = None if h0 is None else cast(xp, h0, xp.float64)
     oracle = sequential_apply(cell, given, h0=start)
@@ -153,12 +158,11 @@ def compare(
         if not math.prod(true.shape):
             slots[name] = 0.0
             continue
-        finite = xp.isfinite(true)
-        size = xp.abs(xp.where(finite, true, xp.zeros_like(true)))
+        size = xp.abs(xp.where(xp.isfinite(true), true, xp.zeros_like(true)))
         scale = float(xp.max(size)) or 1.0
-        # Equal bits, equal infinities and NaN in the same place agree; any other non-finite value does not.
-        same = (mine == true) | (xp.isnan(mine) & xp.isnan(true))
-        gap = xp.where(same, xp.zeros_like(true), xp.abs(mine - true))
+        with quiet(xp):
+            # Equal bits, equal infinities and NaN in the same place agree; any other non-finite value does not.
+            gap = xp.where(same_bits(xp, mine, true), xp.zeros_like(true), xp.abs(mine - true))
         gap = xp.where(xp.isnan(gap), xp.full_like(gap, float("inf")), gap)
         slots[name] = float(xp.max(gap)) / scale
         ok = ok and bool(xp.all(gap <= allowed * scale + rtol * size))

@@ -8,7 +8,16 @@ from typing import Any, ClassVar, NamedTuple
 import array_api_compat
 import numpy as np
 
-from pararnn.arrays import FLOATS, Array, Namespace, cast, dtype_name, namespace_name, resolve_namespace
+from pararnn.arrays import (
+    FLOATS,
+    Array,
+    Namespace,
+    cast,
+    common_namespace,
+    dtype_name,
+    namespace_name,
+    resolve_namespace,
+)
 
 
 class Projection(NamedTuple):
@@ -32,10 +41,17 @@ def resolve_sizes(
         size = long if long is not None else short
         if size is None:
             raise TypeError(f"{owner} needs {long_name} (or {short_name})")
-        if isinstance(size, bool) or int(size) != size or size < 1:
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)) or size < 1:
             raise ValueError(f"{owner}: {long_name} must be a whole number of at least 1, got {size!r}")
         sizes.append(int(size))
     return sizes[0], sizes[1]
+
+
+def check_cap(owner: str, cap: Any) -> None:
+    """Refuses a max_recurrent_norm that is no positive number and not None."""
+    good = not isinstance(cap, (bool, str)) and hasattr(cap, "__float__") and not getattr(cap, "ndim", 0)
+    if cap is not None and not (good and cap > 0 and math.isfinite(cap)):
+        raise ValueError(f"{owner}: max_recurrent_norm must be a positive number or None, got {cap!r}")
 
 
 class ChannelwiseCell:
@@ -99,7 +115,7 @@ class ChannelwiseCell:
         *,
         d_in: int | None = None,
         d_h: int | None = None,
-        max_recurrent_norm: float | None | str = "default",
+        max_recurrent_norm: float | str | None = "default",
         xp: Namespace | None = None,
         device: Any = None,
         dtype: Any = None,
@@ -108,8 +124,7 @@ class ChannelwiseCell:
         name = type(self).__name__
         n_in, n_h = resolve_sizes(name, input_size, hidden_size, d_in, d_h)
         cap = self.default_max_recurrent_norm if max_recurrent_norm == "default" else max_recurrent_norm
-        if cap is not None and (isinstance(cap, str) or not cap > 0 or not math.isfinite(cap)):
-            raise ValueError(f"{name}: max_recurrent_norm must be a positive number or None, got {cap!r}")
+        check_cap(name, cap)
         xp = resolve_namespace(xp)
         dtype = xp.float32 if dtype is None else dtype
         if dtype_name(dtype) not in FLOATS:
@@ -118,7 +133,7 @@ class ChannelwiseCell:
         arrays = {key: cast(xp, xp.asarray(value, device=device), dtype) for key, value in made.items()}
         self._set(n_in, n_h, cap, arrays)
 
-    def _set(self, n_in: int, n_h: int, cap: float | None, arrays: dict[str, Array]) -> None:
+    def _set(self, n_in: int, n_h: int, cap: Any, arrays: dict[str, Array]) -> None:
         values = self.__dict__
         values.update(input_size=n_in, hidden_size=n_h, max_recurrent_norm=cap, arrays=arrays)
 
@@ -221,17 +236,24 @@ class ChannelwiseCell:
             return {n: xp.ones_like(self.arrays[n], dtype=dtype) for n in stored}
         return {n: cast(xp, xp.abs(self.arrays[n]) <= cap, dtype) for n in stored}
 
-    def replace(self, *, max_recurrent_norm: float | None | str = "same", **arrays: Array) -> ChannelwiseCell:
+    def replace(self, *, max_recurrent_norm: Any = "same", **arrays: Array) -> ChannelwiseCell:
         """A copy with some arrays exchanged (``W_x.weight`` is written ``W_x_weight`` or given by ``**{...}``)."""
         merged = dict(self.arrays)
         for name, value in arrays.items():
             key = name.replace("W_x_", "W_x.")
             if key not in merged:
                 raise TypeError(f"{type(self).__name__} has no array {name!r}; it has {', '.join(merged)}")
+            common_namespace(type(self).__name__, **{f"the cell's {key}": merged[key], f"the new {key}": value})
             if tuple(value.shape) != tuple(merged[key].shape):
                 raise ValueError(f"{key}: wanted shape {tuple(merged[key].shape)}, got {tuple(value.shape)}")
+            if value.dtype != self.dtype:
+                raise TypeError(
+                    f"{key}: wanted {dtype_name(self.dtype)} like the cell's other arrays, got "
+                    f"{dtype_name(value.dtype)}; cast it, or the whole cell with to(dtype=…)"
+                )
             merged[key] = value
         cap = self.max_recurrent_norm if max_recurrent_norm == "same" else max_recurrent_norm
+        check_cap(type(self).__name__, cap)
         return self._copy(cap, merged)
 
     def _copy(self, cap: Any, arrays: dict[str, Array]) -> ChannelwiseCell:

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from pararnn.arrays import quiet, resolve_namespace
 from pararnn.cells.base import ChannelwiseCell
 
 
@@ -54,15 +55,44 @@ def check_cell(cell: Any) -> None:
     traced = compile_array(
         Program([*programs.prev_names, *programs.gate_names, *programs.param_names], programs.new)
     )
-    xp = cell.xp
+    # The step is the same line in every library, so NumPy stands for all of them.
+    xp = resolve_namespace(None)
     rng = np.random.default_rng(0)
-    operands = [xp.asarray(0.4 + 0.5 * rng.random(7), dtype=xp.float64) for _ in cell.operand_names]
+    operands = [0.4 + 0.5 * rng.random(7) for _ in cell.operand_names]
     direct = cell.step(xp, *operands)
     for name, a, b in zip(cell.slots, direct, traced(xp, *operands), strict=True):
         if tuple(a.shape) != (7,):
             raise TypeError(f"check_cell: slot {name} came back with shape {tuple(a.shape)} for operands of shape (7,)")
-        if not bool(xp.all(xp.abs(a - b) <= 1e-12 * (1.0 + xp.abs(a)))):
+        if not np.all(np.abs(a - b) <= 1e-12 * (1.0 + np.abs(a))):
             raise TypeError(
                 f"check_cell: slot {name} of the traced step differs from the step itself; a step must not depend on "
                 "anything but its operands and the names in `options`"
+            )
+    _check_bounds(cell, rng)
+
+
+def _check_bounds(cell: ChannelwiseCell, rng: np.random.Generator) -> None:
+    """A slot that starts inside its declared interval must stay there, whatever the other operands are."""
+    xp, count = resolve_namespace(None), 1000
+    if unknown := set(cell.bounds) - set(cell.slots):
+        raise TypeError(f"check_cell: bounds name {sorted(unknown)}, which are not among the slots {cell.slots}")
+    slots = []
+    for name in cell.slots:
+        low, high = cell.bounds.get(name, (-3.0, 3.0))
+        slots.append(rng.uniform(low, high, count))
+    cap = cell.max_recurrent_norm
+    gates = [3.0 * rng.standard_normal(count) for _ in cell.gates]
+    params = [rng.standard_normal(count) for _ in cell.params]
+    params = params if cap is None else [np.clip(p, -cap, cap) for p in params]
+    with quiet(xp):
+        new = cell.step(xp, *slots, *gates, *params)
+    for name, value in zip(cell.slots, new, strict=True):
+        if name not in cell.bounds:
+            continue
+        low, high = cell.bounds[name]
+        room = 1e-9 * max(abs(low), abs(high))
+        if np.any(value < low - room) or np.any(value > high + room):
+            raise TypeError(
+                f"check_cell: slot {name} left its declared bounds {cell.bounds[name]} in one step, to "
+                f"[{np.nanmin(value):.3g}, {np.nanmax(value):.3g}]; correct `bounds`, on which the solver projects"
             )

@@ -81,7 +81,7 @@ class Graph:
             if value.graph is not self:
                 raise UntraceableError(f"{op}: operands come from two different traces; make all of them in one step")
             return value
-        if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+        if isinstance(value, bool) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) != 0:
             raise UntraceableError(
                 f"{op}: wanted symbols of this step or real numbers, got {type(value).__name__}; "
                 "declare arrays as the cell's params so that the trace can see them"
@@ -99,6 +99,16 @@ def _binary(op: str) -> Callable[[Expr, Any], Expr]:
 def _reflected(op: str) -> Callable[[Expr, Any], Expr]:
     def method(self: Expr, other: Any) -> Expr:
         return self.graph.apply(op, self.graph.lift(other, op), self)
+
+    return method
+
+
+_ELEMENTWISE = "a channelwise step may use elementwise operations only"
+
+
+def _refused(what: str, instead: str) -> Callable[..., Any]:
+    def method(self: Expr, *others: Any) -> Any:
+        raise UntraceableError(f"{what} of a symbol cannot be traced; {instead}")
 
     return method
 
@@ -129,8 +139,12 @@ class Expr:
     __gt__ = _binary("greater")
     __ge__ = _binary("greater_equal")
 
+    # A comparison like the others: `==` between symbols is a condition, never a Python truth value.
+    __eq__ = _binary("equal")  # type: ignore[assignment]
+    __hash__ = object.__hash__
+
     def __pow__(self, other: Any) -> Expr:
-        if other == 2:
+        if not isinstance(other, Expr) and other == 2:
             return self.graph.apply("mul", self, self)
         return self.graph.apply("pow", self, self.graph.lift(other, "pow"))
 
@@ -167,6 +181,22 @@ class Expr:
         raise UntraceableError("matmul mixes channels; a channelwise step may use elementwise operations only")
 
     __rmatmul__ = __matmul__
+
+    __ne__ = _refused("!=", "use xp.where(a == b, ...)")  # type: ignore[assignment]
+    __and__ = __rand__ = _refused("&", "nest two xp.where")
+    __or__ = __ror__ = _refused("|", "nest two xp.where")
+    __xor__ = __rxor__ = _refused("^", "nest two xp.where")
+    __invert__ = _refused("~", "swap the branches of xp.where")
+    __mod__ = __rmod__ = _refused("%", _ELEMENTWISE)
+    __floordiv__ = __rfloordiv__ = _refused("//", _ELEMENTWISE)
+    __len__ = _refused("len()", "the leading axes are free")
+    __int__ = __index__ = _refused("int()", "keep it symbolic")
+
+    def __getattr__(self, name: str) -> Any:
+        # Names with underscores are protocols that others ask for and can do without.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UntraceableError(f"a symbol has no attribute {name!r} while a step is traced; {_ELEMENTWISE}")
 
     @property
     def is_const(self) -> bool:

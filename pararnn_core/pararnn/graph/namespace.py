@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pararnn.errors import UntraceableError
@@ -22,6 +23,8 @@ KNOWN = tuple(sorted((set(ARITY) - _OPERATORS_ONLY) | set(_RENAMED) | {"square",
 
 class SymbolicNamespace:
     """Stands in for ``xp`` in ``cell.step(xp, ...)``; an unknown function is refused by name."""
+
+    pi, e, inf, nan = math.pi, math.e, math.inf, math.nan
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph

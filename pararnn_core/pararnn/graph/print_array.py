@@ -38,7 +38,7 @@ def _line(instruction: Instruction, conditions: frozenset[str]) -> str:
     arrays = [a for a in instruction.args if isinstance(a, str)]
     like = next((a for a in arrays if a not in conditions), None)
     if like is not None:
-        args = [a if isinstance(raw, str) else f"xp.full_like({like}, {a})" for raw, a in zip(instruction.args, args, strict=True)]
+        args = [a if isinstance(a, str) else f"xp.full_like({like}, {number(a)})" for a in instruction.args]
     elif instruction.op == "where":
         # Both branches are numbers: their array takes its dtype and shape from the program's first input.
         args = [args[0], *(f"xp.zeros_like(first) + {a}" for a in args[1:])]

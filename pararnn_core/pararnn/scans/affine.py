@@ -53,8 +53,9 @@ def scan_diag(
         y_t = jac_t * y_{t-1} + residual_t,   y_{-1} = initial      reverse=False
         y_t = jac_t * y_{t+1} + residual_t,   y_T    = initial      reverse=True
 
-    Reversed, ``jac`` is still read at the *same* t as ``residual``. The adjoint of the forward recurrence uses
-    ``J_{t+1}`` instead: pass ``jac`` moved down by one step (its first entry dropped, anything appended).
+    Reversed, ``jac`` is still read at the *same* t as ``residual``. The adjoint of the forward recurrence
+    uses ``J_{t+1}`` instead: pass ``jac`` moved down by one step (its first entry dropped, anything
+    appended).
 
     Parameters
     ----------
@@ -63,9 +64,9 @@ def scan_diag(
     residual : array, usually (B, T, D)
         Any shape that has time on ``axis``.
     initial : array, optional
-        The state before the walk begins, shaped like ``residual`` without ``axis`` or broadcasting to that; cast to
-        the result's dtype. None means zero, and then the factor of the first step is not read at all: an infinity
-        or NaN there has nothing to act on.
+        The state before the walk begins, shaped like ``residual`` without ``axis`` or broadcasting to that;
+        cast to the result's dtype. None means zero, and then the factor of the first step is not read at all:
+        an infinity or NaN there has nothing to act on.
     reverse : bool
         Walk from the last time to the first.
     axis : int
@@ -76,8 +77,8 @@ def scan_diag(
     Returns
     -------
     array
-        ``y``, shaped like ``residual``, of dtype ``result_type(jac, residual)``. float16 and bfloat16 results are
-        computed in float32. Empty inputs give empty results. The inputs are left as they are.
+        ``y``, shaped like ``residual``, of dtype ``result_type(jac, residual)``. float16 and bfloat16 results
+        are computed in float32. Empty inputs give empty results. The inputs are left as they are.
 
     Raises
     ------
@@ -88,10 +89,11 @@ def scan_diag(
 
     Notes
     -----
-    A NaN at time t makes every later state of its channel NaN and changes no earlier one. The tree multiplies
-    Jacobians before it meets a state. Where their product over a stretch leaves the dtype's range, it can therefore
-    give an infinity or NaN for a state that the loop still holds, or NaN for one that the loop makes infinite;
-    ``method="seq"`` is free of this. No quotient is formed, so vanishing products do no harm.
+    A NaN that is read at time t makes every later state of its channel NaN and changes no earlier one. The
+    tree multiplies Jacobians before it meets a state. Where their product over a stretch leaves the dtype's
+    range, it can therefore give an infinity or NaN for a state that the loop still holds, or NaN for one
+    that the loop makes infinite; ``method="seq"`` is free of this. No quotient is formed, so vanishing
+    products do no harm.
 
     Source: G. E. Blelloch, "Prefix sums and their applications", CMU-CS-90-190, 1990, section on recurrences.
 
@@ -180,10 +182,10 @@ def scan_block2(
     reverse: bool = False,
     method: str = "assoc",
 ) -> Array:
-    """Solve a recurrence of two slots per channel: :func:`scan_block`, refusing any other S with a ValueError.
+    """Solve a recurrence of two slots per channel: :func:`scan_block`, with a ValueError for any other S.
 
-    ``y_t[s] = sum_k jac_t[s, k] * y_{t-1}[k] + residual_t[s]`` with jac (B, T, 2, 2, D) and residual (B, T, 2, D);
-    dtypes, errors and source as for :func:`scan_block`.
+    ``y_t[s] = sum_k jac_t[s, k] * y_{t-1}[k] + residual_t[s]`` with jac (B, T, 2, 2, D) and
+    residual (B, T, 2, D); dtypes, errors and source as for :func:`scan_block`.
 
     Examples
     --------
@@ -204,16 +206,17 @@ def scan_block4(
     reverse: bool = False,
     method: str = "assoc",
 ) -> Array:
-    """Solve a recurrence of four slots per channel: :func:`scan_block`, refusing any other S with a ValueError.
+    """Solve a recurrence of four slots per channel: :func:`scan_block`, with a ValueError for any other S.
 
-    ``y_t[s] = sum_k jac_t[s, k] * y_{t-1}[k] + residual_t[s]`` with jac (B, T, 4, 4, D) and residual (B, T, 4, D);
-    dtypes, errors and source as for :func:`scan_block`.
+    ``y_t[s] = sum_k jac_t[s, k] * y_{t-1}[k] + residual_t[s]`` with jac (B, T, 4, 4, D) and
+    residual (B, T, 4, D); dtypes, errors and source as for :func:`scan_block`.
 
     Examples
     --------
     >>> import numpy as np
-    >>> shift = np.reshape(np.stack([np.eye(4, k=-1)] * 3), (1, 3, 4, 4, 1))  # each slot takes its neighbour's value
-    >>> y = scan_block4(shift, np.zeros((1, 3, 4, 1)), initial=np.reshape(np.arange(1.0, 5.0), (1, 4, 1)))
+    >>> shift = np.reshape(np.stack([np.eye(4, k=-1)] * 3), (1, 3, 4, 4, 1))  # slot s takes slot s - 1
+    >>> start = np.reshape(np.arange(1.0, 5.0), (1, 4, 1))
+    >>> y = scan_block4(shift, np.zeros((1, 3, 4, 1)), initial=start)
     >>> print(y[0, :, :, 0].tolist())
     [[0.0, 1.0, 2.0, 3.0], [0.0, 0.0, 1.0, 2.0], [0.0, 0.0, 0.0, 1.0]]
     """
@@ -234,8 +237,8 @@ def scan_dense(
 
         y_t = jac_t @ y_{t-1} + residual_t,   y_{-1} = initial
 
-    With ``reverse=True`` ``y_{t+1}`` takes the place of ``y_{t-1}`` and ``y_T`` is ``initial``, with ``jac`` read
-    at the same t (see :func:`scan_diag`, also for ``method`` and the limits of range).
+    With ``reverse=True`` ``y_{t+1}`` takes the place of ``y_{t-1}`` and ``y_T`` is ``initial``, with ``jac``
+    read at the same t (see :func:`scan_diag`, also for ``method`` and the limits of range).
 
     Parameters
     ----------
@@ -326,7 +329,8 @@ def reverse_scan_block4(
     --------
     >>> import numpy as np
     >>> shift = np.reshape(np.stack([np.eye(4, k=-1)] * 2), (1, 2, 4, 4, 1))
-    >>> y = reverse_scan_block4(shift, np.zeros((1, 2, 4, 1)), initial=np.reshape(np.arange(1.0, 5.0), (1, 4, 1)))
+    >>> start = np.reshape(np.arange(1.0, 5.0), (1, 4, 1))
+    >>> y = reverse_scan_block4(shift, np.zeros((1, 2, 4, 1)), initial=start)
     >>> print(y[0, :, :, 0].tolist())
     [[0.0, 0.0, 1.0, 2.0], [0.0, 1.0, 2.0, 3.0]]
     """
@@ -384,12 +388,13 @@ def _check_initial(name: str, initial: Array | None, shape: tuple[int, ...]) -> 
     wanted = (shape[0], *shape[2:])
     if initial is not None and tuple(initial.shape) != wanted:
         raise ValueError(
-            f"{name} wants initial of shape {wanted} for residual {tuple(shape)}; came {tuple(initial.shape)}."
+            f"{name} wants initial of shape {wanted} for residual {tuple(shape)}; "
+            f"came {tuple(initial.shape)}."
         )
 
 
 def _spread(name: str, which: str, array: Array, shape: tuple[int, ...]) -> Array:
-    """Give an array as many axes as `shape` has, after checking that it broadcasts to it and does not enlarge it."""
+    """Give an array as many axes as `shape` has, after checking that it broadcasts to that shape."""
     came = tuple(array.shape)
     padded = (1,) * (len(shape) - len(came)) + came
     if len(padded) != len(shape) or any(c not in (1, s) for c, s in zip(padded, shape, strict=True)):

@@ -1,8 +1,8 @@
 """Scans by a tree: every prefix of an associative operation in O(T) work and O(log T) depth.
 
-The tree here is the odd-even one: join neighbours, solve the half-length problem, and step once from its results to
-the entries in between. It works for any length, and it is written for an *action*: elements that act on a state.
-Prefix sums and products are the special case in which the state is an element itself.
+The tree here is the odd-even one: join neighbours, solve the half-length problem, and step once from its
+results to the entries in between. It works for any length, and it is written for an *action*: elements that
+act on a state. Prefix sums and products are the special case in which the state is an element itself.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def associative_scan(
         p_0 = e_0,        p_t = combine(p_{t-1}, e_t)          reverse=False
         p_{T-1} = e_{T-1},  p_t = combine(p_{t+1}, e_t)        reverse=True
 
-    So the first operand is always what has been gathered so far and the second is what comes next on the walk; the
-    operation need not commute. A tree evaluates this in O(T) work and O(log T) depth, for every T.
+    So the first operand is always what has been gathered so far and the second is what comes next on the
+    walk; the operation need not commute. A tree evaluates this in O(T) work and O(log T) depth, for every T.
 
     Parameters
     ----------
     combine : callable
-        Takes two tuples of arrays and gives one, slice by slice along ``axis``: it is called with many slices at
-        once, and must treat each on its own. It has to be associative.
+        Takes two tuples of arrays and gives one, slice by slice along ``axis``: it is called with many slices
+        at once, and must treat each on its own. It has to be associative.
     elements : tuple of arrays
         Arrays of one namespace with the same length T along ``axis``; the other axes and the dtypes are free.
     axis : int
@@ -76,13 +76,14 @@ def associative_scan(
     if not elements:
         raise ValueError("associative_scan wants at least one array in elements; the tuple is empty.")
     xp = namespace_of("associative_scan", **{f"elements[{i}]": array for i, array in enumerate(elements)})
-    axis = {normalised_axis("associative_scan", axis, array.ndim) for array in elements}
-    if len(axis) > 1:
+    positions = {normalised_axis("associative_scan", axis, array.ndim) for array in elements}
+    if len(positions) > 1:
         raise ValueError(
-            "associative_scan wants axis to name the same position in every array; a negative axis does not for "
-            f"arrays of {', '.join(str(array.ndim) for array in elements)} axes. Pass it as a positive number."
+            "associative_scan wants axis to name the same position in every array; a negative axis does not "
+            f"for arrays of {', '.join(str(array.ndim) for array in elements)} axes. "
+            "Pass it as a positive number."
         )
-    axis = axis.pop()
+    axis = positions.pop()
     lengths = [array.shape[axis] for array in elements]
     if len(set(lengths)) > 1:
         raise ValueError(
@@ -106,10 +107,11 @@ def tree_states(
 ) -> Arrays:
     """Give all states that a sequence of n elements makes out of a start, the start included, by a tree.
 
-    ``s_{-1} = start`` and ``s_t = apply(s_{t-1}, e_t)``; ``compose(e, f)`` is the element that acts as e and then f.
-    Only elements are composed and only states are applied to, so a state costs what a state costs: a dense affine
-    scan needs T matrix products in all and otherwise matrix times vector. ``start`` has length one along ``axis``,
-    and the result has n + 1 entries there: the start first, or last where ``reverse`` walks down from the end.
+    ``s_{-1} = start`` and ``s_t = apply(s_{t-1}, e_t)``; ``compose(e, f)`` is the element that acts as e and
+    then f. Only elements are composed and only states are applied to, so a state costs what a state costs: a
+    dense affine scan needs T matrix products in all and otherwise matrix times vector. ``start`` has length
+    one along ``axis``, and the result has n + 1 entries there: the start first, or last where ``reverse``
+    walks down from the end.
     """
     n = elements[0].shape[axis]
     if n == 0:

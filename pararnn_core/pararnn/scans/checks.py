@@ -12,7 +12,7 @@ METHODS = ("assoc", "seq")
 
 
 def namespace_of(function: str, **arrays: Array | None) -> Any:
-    """Give the one namespace that all arrays come from (None entries are left out), or say why there is none."""
+    """Give the one namespace that all arrays come from (None is left out), or say why there is none."""
     spaces = {}
     for name, array in arrays.items():
         if array is None:
@@ -26,17 +26,17 @@ def namespace_of(function: str, **arrays: Array | None) -> Any:
             ) from None
     if len({id(space) for space in spaces.values()}) > 1:
         came = ", ".join(
-            f"{name} from {space.__name__.removeprefix('array_api_compat.')}" for name, space in spaces.items()
+            f"{name} from {space.__name__.removeprefix('array_api_compat.')}"
+            for name, space in spaces.items()
         )
         raise TypeError(
-            f"{function} wants all its arrays from one library; came {came}. Convert them to one library first."
+            f"{function} wants all its arrays from one library; came {came}. "
+            "Convert them to one library first."
         )
     return next(iter(spaces.values()))
 
 
-def dtypes_of(
-    function: str, xp: Any, *, real: bool = False, **arrays: Array | None
-) -> tuple[Any, Any]:
+def dtypes_of(function: str, xp: Any, *, real: bool = False, **arrays: Array | None) -> tuple[Any, Any]:
     """Give (result dtype, dtype to compute in) after checking that every array is floating.
 
     The first two arrays decide the result; further ones (the initial state) are cast to it. Half precision is

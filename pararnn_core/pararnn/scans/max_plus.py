@@ -1,7 +1,7 @@
 """The recurrence ``m_t = max(shift_t + m_{t-1}, floor_t)``: an affine recurrence in the tropical semiring.
 
-There "plus" is the maximum, "times" is the sum, and minus infinity is the zero. Its zero absorbs everything, plus
-infinity too; arithmetic by IEEE rules does not know that and would make a NaN of their sum.
+There "plus" is the maximum, "times" is the sum, and minus infinity is the zero. Its zero absorbs everything,
+plus infinity too; arithmetic by IEEE rules does not know that and would make a NaN of their sum.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ def scan_max_plus(
     shift, floor : arrays of one shape, usually (B, T, D)
         Time is on ``axis``.
     initial : array, optional
-        The state before the walk begins, shaped like ``floor`` without ``axis``; cast to the result's dtype. None
-        means minus infinity: the first state is the first ``floor``, and the first ``shift`` is not read.
+        The state before the walk begins, shaped like ``floor`` without ``axis``; cast to the result's dtype.
+        None means minus infinity: the first state is the first ``floor``, and the first ``shift`` is not
+        read.
     reverse : bool
         Walk from the last time to the first; ``shift`` is read at the same t as ``floor``.
     axis : int
@@ -49,8 +50,8 @@ def scan_max_plus(
     Returns
     -------
     array
-        ``m``, shaped like ``floor``, of dtype ``result_type(shift, floor)``; float16 and bfloat16 are computed in
-        float32. Empty inputs give empty results. The inputs are left as they are.
+        ``m``, shaped like ``floor``, of dtype ``result_type(shift, floor)``; float16 and bfloat16 are
+        computed in float32. Empty inputs give empty results. The inputs are left as they are.
 
     Raises
     ------
@@ -61,12 +62,12 @@ def scan_max_plus(
 
     Notes
     -----
-    A NaN that is read makes every later state of its channel NaN. Without one no NaN is made: minus infinity plus
-    plus infinity is minus infinity here, so a shift of minus infinity forgets any state, and a state of minus
-    infinity is raised by no shift.
+    A NaN that is read makes every later state of its channel NaN. Without one no NaN is made: minus infinity
+    plus plus infinity is minus infinity here, so a shift of minus infinity forgets any state, and a state of
+    minus infinity is raised by no shift.
 
-    Source: the max-plus (tropical) semiring, scanned as in G. E. Blelloch, "Prefix sums and their applications",
-    CMU-CS-90-190, 1990.
+    Source: the max-plus (tropical) semiring, scanned as in G. E. Blelloch, "Prefix sums and their
+    applications", CMU-CS-90-190, 1990.
 
     Examples
     --------
@@ -89,7 +90,8 @@ def scan_max_plus(
     wanted = tuple(floor.shape[:axis]) + tuple(floor.shape[axis + 1 :])
     if initial is not None and tuple(initial.shape) != wanted:
         raise ValueError(
-            f"{name} wants initial of shape {wanted} for floor {tuple(floor.shape)}; came {tuple(initial.shape)}."
+            f"{name} wants initial of shape {wanted} for floor {tuple(floor.shape)}; "
+            f"came {tuple(initial.shape)}."
         )
 
     def apply(state: Array, element: tuple[Array, Array]) -> Array:

@@ -25,9 +25,9 @@ def all_states(
 ) -> Array:
     """Run ``s_t = apply(s_{t-1}, e_t)`` over time, for elements made of a factor and a term.
 
-    The first state is made on its own: ``apply(initial, e_0)``, or the term of ``e_0`` alone where there is no state
-    before it. So no neutral start is ever multiplied by data, and the tree composes only what follows.
-    ``element`` is (factor, term) with equal lengths along ``axis``; ``initial`` lacks that axis.
+    The first state is made on its own: ``apply(initial, e_0)``, or the term of ``e_0`` alone where there is
+    no state before it. So no neutral start is ever multiplied by data, and the tree composes only what
+    follows. ``element`` is (factor, term) with equal lengths along ``axis``; ``initial`` lacks that axis.
     """
     shape, (result, work) = element[1].shape, dtypes
     if 0 in shape:
