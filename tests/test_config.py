@@ -39,7 +39,10 @@ from pararnn import (
 from pararnn.k_star import K_STAR
 from support import CELLS, CLOSE, error_of, problem, solve, strong
 
-pytestmark = pytest.mark.filterwarnings("ignore::pararnn.NotConvergedWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pararnn.NotConvergedWarning"),
+    pytest.mark.usefixtures("numpy_solver"),
+]
 
 nan, inf = math.nan, math.inf
 

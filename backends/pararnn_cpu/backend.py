@@ -60,7 +60,7 @@ class CpuBackend(Backend):
             converged=True,
             reason=plan.reason,
         )
-        stats.measure_lyapunov(lambda: largest_exponent(problem, states, self.engine(problem)))
+        stats.later(lyapunov=lambda: largest_exponent(problem, states, self.engine(problem)))
         return states, stats
 
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:

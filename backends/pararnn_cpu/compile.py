@@ -15,6 +15,8 @@ from pathlib import Path
 import llvmlite
 import llvmlite.binding as llvm
 
+from pararnn_cpu.emit import Machine
+
 _LIBRARY = ("exp", "expm1", "log", "log1p", "tanh", "sin", "cos", "pow")
 _lock = threading.RLock()
 # Execution engines own their code: dropping one would unmap it.
@@ -22,7 +24,7 @@ _engines: list[llvm.ExecutionEngine] = []
 
 
 @lru_cache(maxsize=1)
-def _machine() -> llvm.TargetMachine:
+def _target() -> llvm.TargetMachine:
     """The host's own code generator, with the C library's functions made known to it."""
     if hasattr(llvm, "initialize") and tuple(map(int, llvmlite.__version__.split(".")[:2])) < (0, 45):
         llvm.initialize()
@@ -38,10 +40,15 @@ def _machine() -> llvm.TargetMachine:
     )
 
 
-def has_fma() -> bool:
-    """Whether the processor fuses multiply and add (every 64-bit Arm does)."""
-    features = llvm.get_host_cpu_features()
-    return bool(features.get("fma")) or "aarch64" in llvm.get_process_triple() or "arm64" in llvm.get_process_triple()
+@lru_cache(maxsize=1)
+def machine() -> Machine:
+    """What the printers must know of this processor."""
+    has = llvm.get_host_cpu_features().get
+    if llvm.get_process_triple().startswith(("aarch64", "arm64")):
+        return Machine(fma=True, vector_bytes=16, registers=32)
+    if has("avx512f"):
+        return Machine(fma=True, vector_bytes=64, registers=32)
+    return Machine(fma=bool(has("fma")), vector_bytes=32 if has("avx") else 16, registers=16)
 
 
 def cache_folder() -> Path:
@@ -61,8 +68,8 @@ def cache_folder() -> Path:
 def compiled(source: str) -> Callable[[int], None]:
     """The function ``run`` of `source`, taking the address of its argument array. Releases the interpreter lock."""
     with _lock:
-        machine = _machine()
-        key = "\n".join([source, llvmlite.__version__, machine.triple, llvm.get_host_cpu_name(),
+        target = _target()
+        key = "\n".join([source, llvmlite.__version__, target.triple, llvm.get_host_cpu_name(),
                          llvm.get_host_cpu_features().flatten()])  # fmt: skip
         path = cache_folder() / f"{hashlib.sha256(key.encode()).hexdigest()}.o"
         try:
@@ -70,9 +77,9 @@ def compiled(source: str) -> Callable[[int], None]:
         except OSError:
             module = llvm.parse_assembly(source)
             module.verify()
-            code = machine.emit_object(module)
+            code = target.emit_object(module)
             _keep(path, code)
-        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), target)
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
         _engines.append(engine)

@@ -3,83 +3,180 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from pararnn.engine import Costs, LoopResult
 from pararnn.programs import LoopProgram
-from pararnn_cpu.compile import compiled, has_fma
-from pararnn_cpu.print_llvm import print_llvm, widths
-from pararnn_cpu.threads import run_all, thread_count
+from pararnn_cpu.compile import compiled, machine
+from pararnn_cpu.print_llvm import TILE, Form, print_loop
+from pararnn_cpu.threads import run_all, shares
 from pararnn_numpy.engine import UfuncEngine
 
-# Operations below which a second thread costs more than it brings.
-WORTH_A_THREAD = 200_000
+# Operations (one lane each) below which a second thread costs more than it brings.
+WORTH_A_THREAD = 1_000_000
+# Vector registers side by side in a block of lanes: the chain of one hides behind the other's.
+VECTORS_PER_BLOCK = 2
+# Lanes of a block where a library is called lane by lane.
+LIBRARY_LANES = 8
+CACHE_LINE = 64
 
 
-def kernel(loop: LoopProgram, keep: int, double: bool, exact: bool) -> Callable[[int], None]:
-    """The compiled loop, made on first use."""
-    key = f"llvm keep={keep} double={double} exact={exact}"
-    if key not in loop.compiled:
-        loop.compiled[key] = compiled(print_llvm(loop, keep, double=double, exact=exact, fma=has_fma()))
-    return loop.compiled[key]
+def block_width(lanes: int, double: bool, library: bool) -> int:
+    """Lanes of a block, a power of two and no more than there are to fill."""
+    most = LIBRARY_LANES if library else VECTORS_PER_BLOCK * machine().vector_bytes // (8 if double else 4)
+    return min(most, 1 << max(0, lanes - 1).bit_length())
 
 
-def run_kernel(
+def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Zeros that begin at a cache line, so that no vector of theirs straddles two."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + CACHE_LINE, np.uint8)
+    begin = -raw.ctypes.data % CACHE_LINE
+    return raw[begin : begin + size].view(dtype).reshape(shape)
+
+
+def blocks_of(matrix: np.ndarray, width: int) -> np.ndarray:
+    """(…, N, K) as (blocks, …, K, width), blocks of `width` of the N with zeros behind the last."""
+    *front, count, depth = matrix.shape
+    out = aligned((-(-count // width), *front, depth, width), matrix.dtype)
+    for k, block in enumerate(out):
+        part = matrix[..., k * width : (k + 1) * width, :]
+        block[..., : part.shape[-2]] = np.swapaxes(part, -1, -2)
+    return out
+
+
+@dataclass
+class Operands:
+    """Arrays of one run: rows, kept and stored (B, T, D), carries and totals (B, D), consts (D,), inputs (B, T, I).
+
+    Carries and totals are read, and written back. All are of one dtype, and except for the inputs and with more than
+    one lane, their last axis has unit stride.
+    """
+
+    carry: Sequence[np.ndarray]
+    rows: Sequence[np.ndarray]
+    consts: Sequence[np.ndarray]
+    kept: Sequence[np.ndarray] = ()
+    stored: Sequence[np.ndarray] = ()
+    totals: Sequence[np.ndarray] = ()
+    inputs: np.ndarray | None = None
+
+    def table(self) -> list[int]:
+        """Address and strides of each, in the order of the printed code."""
+        inputs = () if self.inputs is None else (self.inputs,)
+        groups = ((self.carry, 2), (self.rows, 3), (self.consts, 1), (self.kept, 3), (self.stored, 3), (self.totals, 2))
+        out: list[int] = []
+        for group, axes in (*groups, (inputs, 3)):
+            for a in group:
+                # An axis of one row may have any stride.
+                by_batch = a.strides[0] if axes > 1 and a.shape[0] > 1 else 0
+                out += [a.ctypes.data, by_batch, a.strides[1] if axes == 3 else 0]
+        return out
+
+
+@dataclass(frozen=True)
+class Projection:
+    """Makes rows start … stop of a loop from its inputs, as W x + b; weights (G, D, I), bias (G, D)."""
+
+    weights: np.ndarray
+    bias: np.ndarray
+    start: int
+
+    @property
+    def gates(self) -> int:
+        return int(self.bias.shape[0])
+
+
+def lanes_first(a: np.ndarray, dtype: Any) -> np.ndarray:
+    """`a` in `dtype` with unit stride along its last axis; itself if it has that already."""
+    if a.dtype == dtype and (a.shape[-1] <= 1 or a.strides[-1] == a.itemsize):
+        return a
+    return np.ascontiguousarray(a, dtype=dtype)
+
+
+def run_loop(
     loop: LoopProgram,
+    parts: Sequence[Operands],
     *,
-    carry: Sequence[np.ndarray],
-    rows: Sequence[np.ndarray],
-    consts: Sequence[np.ndarray],
-    carry_out: Sequence[np.ndarray],
-    kept: Sequence[np.ndarray] = (),
-    stored: Sequence[np.ndarray] = (),
-    totals: Sequence[np.ndarray] = (),
+    projection: Projection | None = None,
     reverse: bool = False,
+    add_stored: bool = False,
     exact: bool = False,
 ) -> None:
-    """Runs `loop` on arrays whose last axis is contiguous: rows (B, T, D), carries and totals (B, D), consts (D,)."""
-    shape = next(a.shape for a in (*rows, *kept, *stored))
-    batch, steps, lanes = shape
-    if not batch or not lanes:
-        return
-    dtype = rows[0].dtype
-    double = dtype == np.float64
-    operands: list[int] = []
-    held = []
-    for group, axes in ((carry, 2), (rows, 3), (consts, 1), (carry_out, 2), (kept, 3), (stored, 3), (totals, 2)):
-        for a in group:
-            if lanes > 1 and a.strides[-1] != a.itemsize or a.dtype != dtype:
-                a = np.ascontiguousarray(a, dtype=dtype)
-                held.append(a)
-            by_batch = a.strides[0] if axes > 1 and a.shape[0] > 1 else 0
-            operands += [a.ctypes.data, by_batch, a.strides[1] if axes == 3 else 0]
-    run = kernel(loop, len(kept), double, exact)
-    first, step = (steps - 1, -1) if reverse else (0, 1)
+    """Runs `loop` over all rows of the first part, then over those of the next, and so on."""
+    example = next(a for a in (*parts[0].rows, *parts[0].kept, *parts[0].stored))
+    batch, _, lanes = example.shape
+    double = example.dtype == np.float64
+    width = block_width(lanes, double, exact or double)
+    form = Form(
+        width=width,
+        full=lanes >= width,
+        tail=lanes % width > 0,
+        double=double,
+        exact=exact,
+        keep=len(parts[0].kept),
+        projected=(0, 0) if projection is None else (projection.start, projection.start + projection.gates),
+        add_stored=add_stored,
+    )
+    run = _kernel(loop, form)
+    weights, bias = (), ()
+    if projection is not None:
+        weights = blocks_of(projection.weights, width)
+        bias = blocks_of(projection.bias[..., None], width)
+    tables = [part.table() for part in parts]
+    steps = [next(a for a in (*p.rows, *p.kept, *p.stored)).shape[1] for p in parts]
+    held: list[np.ndarray] = []
     tasks = []
-    for (b0, b1), (j0, j1) in _pieces(batch, steps, lanes, len(loop.program.instructions), widths(double)[0]):
-        args = np.array([b0, b1, j0, j1, steps, first, step, *operands], dtype=np.int64)
-        held.append(args)
-        tasks.append(functools.partial(run, args.ctypes.data))
+    work = batch * sum(steps) * lanes * len(loop.program.instructions)
+    for rectangles in _pieces(batch, -(-lanes // width), work):
+        addresses = []
+        scratch = aligned((TILE * form.gates * width,), example.dtype)
+        held.append(scratch)
+        for part, table, count in zip(parts, tables, steps, strict=True):
+            order = (count - 1, -1) if reverse else (0, 1)
+            made = (0, 0, 0, 0, 0)
+            if part.inputs is not None:
+                made = (scratch.ctypes.data, weights.ctypes.data, bias.ctypes.data, part.inputs.shape[2], part.inputs.strides[2])
+            for rectangle in rectangles:
+                args = np.array([*rectangle, lanes, count, *order, *made, *table], dtype=np.int64)
+                held.append(args)
+                addresses.append(args.ctypes.data)
+        tasks.append(functools.partial(run_each, run, addresses))
     run_all(tasks)
 
 
-def _pieces(
-    batch: int, steps: int, lanes: int, operations: int, width: int
-) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Batch and lane ranges, about one for each thread."""
-    work = batch * steps * lanes * operations
-    wanted = min(thread_count(), max(1, work // WORTH_A_THREAD))
-    if batch >= wanted:
-        edges = [batch * k // wanted for k in range(wanted + 1)]
-        return [((a, b), (0, lanes)) for a, b in zip(edges, edges[1:], strict=False)]
-    # Whole vectors per piece, so that only the last one has a remainder.
-    vectors = -(-lanes // width)
-    cuts = min(vectors, -(-wanted // batch))
-    edges = [min(lanes, width * (vectors * k // cuts)) for k in range(cuts + 1)]
-    return [((b, b + 1), (x, y)) for b in range(batch) for x, y in zip(edges, edges[1:], strict=False)]
+def run_each(run: Callable[[int], None], addresses: Sequence[int]) -> None:
+    """Calls compiled code on one argument array after the other."""
+    for address in addresses:
+        run(address)
+
+
+def _kernel(loop: LoopProgram, form: Form) -> Callable[[int], None]:
+    """The compiled loop, made on first use."""
+    key = f"cpu {form}"
+    if key not in loop.compiled:
+        loop.compiled[key] = compiled(print_loop(loop, form, machine()))
+    return loop.compiled[key]
+
+
+def _pieces(batch: int, blocks: int, work: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """What each thread does, as rectangles: batch range and range of blocks."""
+    for begin, end in shares(batch * blocks, work // WORTH_A_THREAD):
+        (b, p), (b_end, p_end) = divmod(begin, blocks), divmod(end, blocks)
+        if b == b_end:
+            yield [(b, b + 1, p, p_end)]
+            continue
+        out = [(b, b + 1, p, blocks)] if p else []
+        b += bool(p)
+        if b < b_end:
+            out.append((b, b_end, 0, blocks))
+        if p_end:
+            out.append((b_end, b_end + 1, 0, p_end))
+        yield out
 
 
 class CompiledEngine(UfuncEngine):
@@ -112,16 +209,13 @@ class CompiledEngine(UfuncEngine):
         totals = [np.zeros(lanes, dtype) for _ in range(loop.totals)]
         if length and lanes:
             written = slice(0, length) if reverse else slice(1, length + 1)
-            run_kernel(
-                loop,
-                carry=[np.ascontiguousarray(c)[None] for c in carry],
-                rows=[r[None] for r in rows],
-                consts=consts,
-                carry_out=[e[None] for e in end],
+            operands = Operands(
+                carry=[e[None] for e in end],
+                rows=[lanes_first(r, dtype)[None] for r in rows],
+                consts=[lanes_first(c, dtype) for c in consts],
                 kept=[k[None, written] for k in kept],
                 stored=[s[None] for s in stored],
                 totals=[t[None] for t in totals],
-                reverse=reverse,
-                exact=self.exact,
             )
+            run_loop(loop, [operands], reverse=reverse, exact=self.exact)
         return LoopResult(end, kept, stored, totals)

@@ -1,184 +1,183 @@
-"""Prints a loop program as LLVM code: lanes as explicit vectors, carries in registers along the whole time loop.
+"""Prints a loop program as LLVM code: lanes as explicit vectors, carries in registers along the time loop.
 
 Explicit vectors rather than a loop for an optimiser to vectorise: the optimiser must first prove that a dozen arrays
-do not overlap, and gives up. No fast-math flag is set, so two programs that share an operation get the same bits.
+do not overlap, and gives up. No fast-math flag is set, so two programs that share an operation get the same bits,
+whatever the width of their vectors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 from pararnn.programs import LoopProgram
-from pararnn_cpu.vector_math import VectorMath, operations
+from pararnn_cpu.emit import I64, Code, Machine, Place
+from pararnn_cpu.print_product import Factors, emit_product_rows
+from pararnn_cpu.vector_math import operations
 
-_I64 = ir.IntType(64)
-# Fields before the operands in the argument array: batch range, lane range, steps, first row, row step (1 or -1).
-HEADER = 7
+# Fields before the operands in the argument array: batch range, block range, lanes, steps, first row, row step (1 or
+# -1); then, for projected rows, the addresses of a scratch buffer, of the packed weights and of the bias, the number
+# of features and the bytes from one to the next.
+HEADER = 13
 # Fields of an operand: address, and strides of batch and time in bytes.
 FIELDS = 3
+# Steps whose projections are made at once: few enough to stay in the first cache, a multiple of the rows that the
+# matrix product works on at a time.
+TILE = 48
 
 
-def widths(double: bool) -> tuple[int, ...]:
-    """Lanes per vector: wide for throughput, then narrower for what is left over."""
-    return (16, 4, 1) if double else (32, 8, 1)
+@dataclass(frozen=True)
+class Form:
+    """What decides the code beside the program.
+
+    Attributes:
+        width: lanes of a vector. full, tail: whether there are blocks of `width` lanes, and a last one with fewer.
+        double: float64 instead of float32. exact: elementary functions by the C library.
+        keep: carries that are written after each step, at that step's row.
+        projected: (start, stop) of the rows that are made from inputs x as W x + b instead of being read.
+        add_stored: stored values are added up as well, after the program's own totals.
+    """
+
+    width: int
+    full: bool
+    tail: bool
+    double: bool
+    exact: bool
+    keep: int = 0
+    projected: tuple[int, int] = (0, 0)
+    add_stored: bool = False
+
+    @property
+    def gates(self) -> int:
+        return self.projected[1] - self.projected[0]
 
 
-def print_llvm(loop: LoopProgram, keep: int, *, double: bool, exact: bool, fma: bool) -> str:
+def print_loop(loop: LoopProgram, form: Form, machine: Machine) -> str:
     """LLVM source of ``void run(int64 *args)``.
 
-    Operands follow the header in the order carry in, rows, consts, carry out, kept, stored, totals. A kept carry is
-    written after each step at that step's row.
+    Operands follow the header in the order carry, rows that are read, consts, kept, stored, totals, and x if rows are
+    projected. Carries and totals are read at the start and written back at the end.
     """
-    module = ir.Module("pararnn")
-    kind = ir.FunctionType(ir.VoidType(), [_I64.as_pointer()])
-    function = ir.Function(module, kind, "run")
-    builder = ir.IRBuilder(function.append_basic_block("entry"))
-    counts = (loop.carry, loop.rows, loop.consts, loop.carry, keep, loop.stored, loop.totals)
-    read = _Arguments(builder, function.args[0])
-    batch = _Loop(builder, function, "batch", read.header(0), read.header(1))
-    start: Any = read.header(2)
-    for width in widths(double):
-        start = _emit_width(builder, function, module, loop, counts, read, batch.index, start, width, double, exact, fma)
-    batch.close()
-    builder.ret_void()
-    return str(module)
+    code = Code(machine, form.double)
+    lanes, width = code.argument(4), ir.Constant(I64, form.width)
+    with code.loop("batch", code.argument(0), code.argument(1)) as batch:
+        first, stop = code.argument(2), code.argument(3)
+        whole = code.least(stop, code.b.sdiv(lanes, width))
+        if form.full:
+            with code.loop("blocks", first, whole) as block:
+                _Block(code, loop, form, batch.index, block.index, None).emit()
+        if form.tail:
+            # The last block, if it belongs to this piece of the work.
+            with code.loop("tail", code.most(first, whole), stop) as block:
+                left = code.b.sub(lanes, code.b.mul(block.index, width))
+                _Block(code, loop, form, batch.index, block.index, left).emit()
+    return code.finish()
 
 
-class _Arguments:
-    """Reads the argument array once, at the top of the function."""
+class _Block:
+    """All steps of one block of lanes; `left` is how many of them there are, None for a full block."""
 
-    def __init__(self, builder: ir.IRBuilder, array: Any) -> None:
-        self.builder, self.array, self.known = builder, array, {}
-        self.block = builder.block
+    def __init__(self, code: Code, loop: LoopProgram, form: Form, batch: Any, block: Any, left: Any | None) -> None:
+        self.code, self.loop, self.form, self.block = code, loop, form, block
+        self.math = code.vectors(form.width)
+        self.operations = operations(self.math, form.exact)
+        self.mask = None if left is None else self.math.first_lanes(left)
+        totals = loop.totals + (loop.stored if form.add_stored else 0)
+        counts = (loop.carry, loop.rows - form.gates, loop.consts, form.keep, loop.stored, totals, min(1, form.gates))
+        shift = self.times(block, form.width * code.item)
+        groups: list[list[Place]] = []
+        position = HEADER
+        for kind, count in enumerate(counts):
+            group = []
+            for _ in range(count):
+                address, by_batch, by_time = (code.argument(position + f) for f in range(FIELDS))
+                base = code.b.add(address, code.b.mul(batch, by_batch))
+                # Every lane reads all features of x.
+                group.append(Place(base if kind == 6 else code.b.add(base, shift), by_time))
+                position += FIELDS
+            groups.append(group)
+        self.carry, self.rows, self.consts, self.kept, self.stored, self.totals, self.inputs = groups
 
-    def at(self, index: int) -> Any:
-        if index not in self.known:
-            with self.builder.goto_block(self.block):
-                place = self.builder.gep(self.array, [ir.Constant(_I64, index)])
-                self.known[index] = self.builder.load(place)
-        return self.known[index]
+    def times(self, value: Any, factor: int) -> Any:
+        return self.code.b.mul(value, ir.Constant(I64, factor))
 
-    def header(self, index: int) -> Any:
-        return self.at(index)
+    def at(self, place: Place, row: Any) -> Any:
+        return self.code.b.add(place.base, self.code.b.mul(row, place.stride))
 
-    def operand(self, index: int) -> tuple[Any, Any, Any]:
-        first = HEADER + FIELDS * index
-        return self.at(first), self.at(first + 1), self.at(first + 2)
+    def emit(self) -> None:
+        code, math = self.code, self.math
+        self.fixed = [math.load(p.base, self.mask) for p in self.consts]
+        values = [math.load(p.base, self.mask) for p in (*self.carry, *self.totals)]
+        if self.form.gates:
+            values = self.tiles(values)
+        else:
+            values = self.steps(code.argument(6), code.argument(5), values, lambda _: [])
+        for value, place in zip(values, [*self.carry, *self.totals], strict=True):
+            math.store(value, place.base, self.mask)
 
+    def tiles(self, values: Sequence[Any]) -> list[Any]:
+        """The steps in tiles, each after the projections it needs."""
+        code, form = self.code, self.form
+        b, steps, by_row = code.b, code.argument(5), code.argument(7)
+        scratch, weights, bias, features, by_feature = (code.argument(k) for k in range(8, 13))
+        vector, (x,) = form.width * code.item, self.inputs
+        by_step = ir.Constant(I64, form.gates * vector)
+        past = b.add(steps, ir.Constant(I64, TILE - 1))
+        with code.loop("tiles", ir.Constant(I64, 0), past, TILE, values) as tile:
+            count = code.least(ir.Constant(I64, TILE), b.sub(steps, tile.index))
+            first = b.add(code.argument(6), b.mul(tile.index, by_row))
+            with code.loop("gates", ir.Constant(I64, 0), ir.Constant(I64, form.gates)) as gate:
+                which = b.add(self.times(self.block, form.gates), gate.index)
+                start = self.math.load(b.add(bias, self.times(which, vector)))
+                factors = Factors(
+                    Place(self.at(x, first), b.mul(by_row, x.stride)),
+                    by_feature,
+                    Place(b.add(weights, self.times(b.mul(which, features), vector)), ir.Constant(I64, vector)),
+                    features,
+                )
+                out = Place(b.add(scratch, self.times(gate.index, vector)), by_step)
+                emit_product_rows(code, self.math, count, factors, out, lambda _, bias=start: bias)
 
-class _Loop:
-    """for index in range(start, stop, step), with values carried from turn to turn."""
+            def projected(step: Any) -> list[Any]:
+                base = b.add(scratch, b.mul(step, by_step))
+                return [self.math.load(b.add(base, ir.Constant(I64, g * vector))) for g in range(form.gates)]
 
-    def __init__(
-        self,
-        builder: ir.IRBuilder,
-        function: Any,
-        name: str,
-        start: Any,
-        stop: Any,
-        step: int = 1,
-        carried: Sequence[Any] = (),
-    ) -> None:
-        self.builder = builder
-        before = builder.block
-        self.head = function.append_basic_block(f"{name}_head")
-        body = function.append_basic_block(f"{name}_body")
-        self.after = function.append_basic_block(f"{name}_after")
-        builder.branch(self.head)
-        builder.position_at_end(self.head)
-        self.index = builder.phi(_I64)
-        self.index.add_incoming(start, before)
-        self.values = []
-        for value in carried:
-            phi = builder.phi(value.type)
-            phi.add_incoming(value, before)
-            self.values.append(phi)
-        self.step = ir.Constant(_I64, step)
-        # A turn that would run past `stop` is not taken.
-        builder.cbranch(builder.icmp_signed("<=", builder.add(self.index, self.step), stop), body, self.after)
-        builder.position_at_end(body)
+            tile.carried = self.steps(first, count, tile.values, projected)
+        return tile.values
 
-    def close(self, carried: Sequence[Any] = ()) -> None:
-        following = self.builder.add(self.index, self.step)
-        self.index.add_incoming(following, self.builder.block)
-        for phi, value in zip(self.values, carried, strict=True):
-            phi.add_incoming(value, self.builder.block)
-        self.builder.branch(self.head)
-        self.builder.position_at_end(self.after)
+    def steps(
+        self, first: Any, count: Any, values: Sequence[Any], projected: Callable[[Any], list[Any]]
+    ) -> list[Any]:
+        """`count` steps from row `first` on; returns the carries and totals after them."""
+        code, math, mask, form = self.code, self.math, self.mask, self.form
+        with code.loop("steps", ir.Constant(I64, 0), count, carried=values) as step:
+            row = code.b.add(first, code.b.mul(step.index, code.argument(7)))
+            read = [math.load(self.at(p, row), mask) for p in self.rows]
+            read[form.projected[0] : form.projected[0]] = projected(step.index)
+            new, stores, totals = self.step(step.values, read)
+            for value, place in zip([*new[: form.keep], *stores], [*self.kept, *self.stored], strict=True):
+                math.store(value, self.at(place, row), mask)
+            step.carried = [*new, *totals]
+        return step.values
 
+    def step(self, carried: Sequence[Any], rows: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """The program itself: new carries, stored values and new totals."""
+        loop = self.loop
+        names = loop.program.inputs
+        values: dict[str, Any] = dict(zip(names, [*carried[: loop.carry], *rows, *self.fixed], strict=True))
 
-def _emit_width(
-    builder: ir.IRBuilder,
-    function: Any,
-    module: ir.Module,
-    loop: LoopProgram,
-    counts: Sequence[int],
-    read: _Arguments,
-    batch: Any,
-    start: Any,
-    width: int,
-    double: bool,
-    exact: bool,
-    fma: bool,
-) -> Any:
-    """All full vectors of `width` lanes from lane `start` on; returns the first lane not done."""
-    math = VectorMath(builder, module, width, double, fma)
-    emit = operations(math, exact)
-    item = 8 if double else 4
-    lanes = _Loop(builder, function, f"lanes{width}", start, read.header(3), width)
-    shift = builder.mul(lanes.index, ir.Constant(_I64, item))
-    groups: list[list[tuple[Any, Any]]] = []
-    position = 0
-    for count in counts:
-        group = []
-        for k in range(position, position + count):
-            address, by_batch, by_time = read.operand(k)
-            base = builder.add(builder.add(address, builder.mul(batch, by_batch)), shift)
-            group.append((base, by_time))
-        groups.append(group)
-        position += count
-    carry_in, rows, consts, carry_out, kept, stored, totals = groups
+        def operand(name: str | float) -> Any:
+            return values[name] if isinstance(name, str) else self.math.const(name)
 
-    def load(address: Any) -> Any:
-        value = builder.load(builder.inttoptr(address, math.vector.as_pointer()))
-        value.align = item
-        return value
-
-    def store(value: Any, address: Any) -> None:
-        builder.store(value, builder.inttoptr(address, math.vector.as_pointer())).align = item
-
-    fixed = [load(base) for base, _ in consts]
-    first = [load(base) for base, _ in carry_in] + [math.const(0.0)] * len(totals)
-    steps = _Loop(builder, function, f"steps{width}", ir.Constant(_I64, 0), read.header(4), 1, first)
-    row = builder.add(read.header(5), builder.mul(steps.index, read.header(6)))
-
-    def at_row(operand: tuple[Any, Any]) -> Any:
-        base, by_time = operand
-        return builder.add(base, builder.mul(row, by_time))
-
-    names = loop.program.inputs
-    values: dict[str, Any] = dict(
-        zip(names, [*steps.values[: loop.carry], *(load(at_row(r)) for r in rows), *fixed], strict=True)
-    )
-
-    def operand_of(name: str | float) -> Any:
-        return values[name] if isinstance(name, str) else math.const(name)
-
-    for instruction in loop.program.instructions:
-        operation: Callable[..., Any] = emit[instruction.op]
-        values[instruction.target] = operation(*(operand_of(a) for a in instruction.args))
-    results = [operand_of(name) for name in loop.program.outputs]
-    new, rest = results[: loop.carry], results[loop.carry :]
-    for value, place in zip(new, kept, strict=False):
-        store(value, at_row(place))
-    for value, place in zip(rest, stored, strict=False):
-        store(value, at_row(place))
-    added = [builder.fadd(a, b) for a, b in zip(steps.values[loop.carry :], rest[loop.stored :], strict=True)]
-    steps.close([*new, *added])
-    for value, (base, _) in zip(steps.values, [*carry_out, *totals], strict=True):
-        store(value, base)
-    lanes.close()
-    return lanes.index
+        for instruction in loop.program.instructions:
+            values[instruction.target] = self.operations[instruction.op](*(operand(a) for a in instruction.args))
+        results = [operand(name) for name in loop.program.outputs]
+        new, rest = results[: loop.carry], results[loop.carry :]
+        stores, terms = rest[: loop.stored], rest[loop.stored :]
+        if self.form.add_stored:
+            terms = [*terms, *stores]
+        totals = [self.code.b.fadd(a, t) for a, t in zip(carried[loop.carry :], terms, strict=True)]
+        return new, stores, totals

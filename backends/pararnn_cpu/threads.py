@@ -20,6 +20,13 @@ def thread_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def shares(units: int, most: int) -> list[tuple[int, int]]:
+    """Ranges of `units` for the threads, at most `most` and at least one."""
+    wanted = max(1, min(thread_count(), units, most))
+    edges = [units * k // wanted for k in range(wanted + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
 def run_all(tasks: Sequence[Callable[[], None]]) -> None:
     """Runs every task, the last one on the calling thread."""
     if len(tasks) > 1:

@@ -14,16 +14,18 @@ from llvmlite import ir
 
 _F32, _F64, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 
-# Chebyshev fits, rounded to float32: (exp(r) - 1 - r) / r² for |r| ≤ ln(2)/2,
-EXP_TAIL = (0.5, 0.16666576, 0.041666467, 0.008363175, 0.0013933644)
-# (log(1+r) - r + r²/2) / r³ for √½ ≤ 1 + r ≤ √2,
+# Minimax fits, rounded to float32: (exp(r) - 1 - r) / r² relative to exp(r) - 1, for |r| ≤ ln(2)/2,
+EXP_TAIL = (0.49999997, 0.16666546, 0.04166744, 0.008366251, 0.001387028)
+# and (log(1+r) - r + r²/2) / r³ for √½ ≤ 1 + r ≤ √2.
 LOG_TAIL = (0.33333328, -0.25000298, 0.20001468, -0.16642247, 0.14202175, -0.12972239, 0.12712307, -0.08101559)
-# and (tanh(x) - x) / x³ in x² for |x| ≤ TANH_SPLIT.
-TANH_TAIL = (-0.33333334, 0.13333325, -0.053964745, 0.021818874, -0.008527936, 0.002528503)
-TANH_SPLIT = 0.55
 LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
+# Added to a number below 2^22, it leaves the nearest integer in the low bits of the sum.
+ROUND, ROUND_BITS = 12582912.0, 0x4B400000
 # Below the first exp is 0 in float32, above the second it is infinite.
 EXP_ZERO, EXP_INFINITE = -104.0, 89.0
+# Beyond these, 2^n is no normal number, and the functions have long met their limits: exp(-x) is infinite, or nothing
+# beside 1, and tanh is ±1.
+SIGMOID_ZERO, SIGMOID_ONE, TANH_ONE = -88.37, 80.0, 40.0
 
 
 class VectorMath:
@@ -43,7 +45,7 @@ class VectorMath:
         return ir.Constant(self.integers, [ir.Constant(kind, value)] * self.width)
 
     def call(self, name: str, *args: Any) -> Any:
-        """An LLVM intrinsic on vectors, such as floor or fabs."""
+        """An LLVM intrinsic on vectors, such as fabs."""
         suffix = f"v{self.width}f{64 if self.double else 32}"
         kind = ir.FunctionType(self.vector, [self.vector] * len(args))
         full = f"llvm.{name}.{suffix}"
@@ -55,12 +57,52 @@ class VectorMath:
             return self.call("fma", a, x, c)
         return self.b.fadd(self.b.fmul(a, x), c)
 
-    def horner(self, coefficients: tuple[float, ...], x: Any) -> Any:
-        """Σ coefficients[k] x^k."""
-        total = self.const(coefficients[-1])
-        for c in coefficients[-2::-1]:
-            total = self.fma(total, x, self.const(c))
-        return total
+    def splat(self, scalar: Any) -> Any:
+        """A number in every lane."""
+        one = self.b.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+        order = ir.Constant(ir.VectorType(_I32, self.width), [ir.Constant(_I32, 0)] * self.width)
+        return self.b.shuffle_vector(one, ir.Constant(self.vector, ir.Undefined), order)
+
+    def first_lanes(self, count: Any) -> Any:
+        """The mask of the first `count` lanes."""
+        kind = ir.VectorType(_I32, self.width)
+        lanes = ir.Constant(kind, [ir.Constant(_I32, k) for k in range(self.width)])
+        one = self.b.insert_element(ir.Constant(kind, ir.Undefined), self.b.trunc(count, _I32), ir.Constant(_I32, 0))
+        order = ir.Constant(kind, [ir.Constant(_I32, 0)] * self.width)
+        return self.b.icmp_signed("<", lanes, self.b.shuffle_vector(one, ir.Constant(kind, ir.Undefined), order))
+
+    def load(self, address: Any, mask: Any | None = None) -> Any:
+        """The vector at an integer address; lanes outside the mask are 0, and their memory is not touched."""
+        place = self.b.inttoptr(address, self.vector.as_pointer())
+        item = 8 if self.double else 4
+        if mask is not None:
+            return self._masked("load", self.vector, place, ir.Constant(_I32, item), mask, self.const(0.0))
+        value = self.b.load(place)
+        value.align = item
+        return value
+
+    def store(self, value: Any, address: Any, mask: Any | None = None) -> None:
+        place = self.b.inttoptr(address, self.vector.as_pointer())
+        item = 8 if self.double else 4
+        if mask is not None:
+            self._masked("store", ir.VoidType(), value, place, ir.Constant(_I32, item), mask)
+        else:
+            self.b.store(value, place).align = item
+
+    def _masked(self, name: str, result: Any, *args: Any) -> Any:
+        full = f"llvm.masked.{name}.v{self.width}f{64 if self.double else 32}.p0"
+        kind = ir.FunctionType(result, [a.type for a in args])
+        found = self.module.globals.get(full) or ir.Function(self.module, kind, full)
+        return self.b.call(found, list(args))
+
+    def polynomial(self, coefficients: tuple[float, ...], x: Any) -> Any:
+        """Σ coefficients[k] x^k, by halves: in a time loop it is the longest chain of operations that counts."""
+        terms: list[Any] = [self.const(c) for c in coefficients]
+        while len(terms) > 1:
+            pairs = zip(terms[::2], terms[1::2], strict=False)
+            terms = [self.fma(high, x, low) for low, high in pairs] + terms[len(terms) & ~1 :]
+            x = self.b.fmul(x, x)
+        return terms[0]
 
     def select(self, condition: Any, yes: Any, no: Any) -> Any:
         return self.b.select(condition, yes, no)
@@ -78,34 +120,49 @@ class VectorMath:
             out = self.b.insert_element(out, value if self.double else self.b.fptrunc(value, _F32), place)
         return out
 
-    def _power_of_two(self, exponent: Any) -> Any:
-        """2^exponent for integers within the range of normal numbers."""
-        biased = self.b.add(exponent, self.int_const(127))
-        return self.b.bitcast(self.b.shl(biased, self.int_const(23)), self.vector)
+    def _reduced(self, x: Any, scaled: Any) -> tuple[Any, Any]:
+        """For x, and x·log2(e) rounded to an integer n by adding ROUND: exp(x - n·ln 2) - 1, and the bits that hold n."""
+        b = self.b
+        n = b.fsub(scaled, self.const(ROUND))
+        r = self.fma(n, self.const(-LN2_HIGH), x)
+        r = self.fma(n, self.const(-LN2_LOW), r)
+        return self.fma(b.fmul(r, r), self.polynomial(EXP_TAIL, r), r), b.bitcast(scaled, self.integers)
+
+    def _power_of_two(self, integer: Any) -> Any:
+        """2^n, where it is a normal number, for an integer vector whose low 9 bits hold n."""
+        exponent = self.b.add(self.b.shl(integer, self.int_const(23)), self.int_const(127 << 23))
+        return self.b.bitcast(exponent, self.vector)
 
     def exp(self, x: Any) -> Any:
         b = self.b
-        x = self.select(b.fcmp_ordered(">", x, self.const(EXP_INFINITE)), self.const(EXP_INFINITE), x)
-        x = self.select(b.fcmp_ordered("<", x, self.const(EXP_ZERO)), self.const(EXP_ZERO), x)
-        n = self.call("rint", b.fmul(x, self.const(LOG2_E)))
-        r = self.fma(n, self.const(-LN2_HIGH), x)
-        r = self.fma(n, self.const(-LN2_LOW), r)
-        y = b.fadd(self.fma(b.fmul(r, r), self.horner(EXP_TAIL, r), r), self.const(1.0))
-        # A NaN has no integer; its scale does not matter, since y is NaN already.
-        whole = b.fptosi(self.select(b.fcmp_ordered("ord", n, n), n, self.const(0.0)), self.integers)
+        q, bits = self._reduced(x, self.fma(x, self.const(LOG2_E), self.const(ROUND)))
         # Two factors, because 2^n alone may be denormal or infinite where the result is not.
-        half = b.ashr(whole, self.int_const(1))
-        y = b.fmul(y, self._power_of_two(half))
-        return b.fmul(y, self._power_of_two(b.sub(whole, half)))
+        n = b.sub(bits, self.int_const(ROUND_BITS))
+        half = b.ashr(n, self.int_const(1))
+        first = self._power_of_two(half)
+        y = b.fmul(self.fma(q, first, first), self._power_of_two(b.sub(n, half)))
+        # Limits are put in last: the comparisons then wait for nothing.
+        y = self.select(b.fcmp_ordered(">", x, self.const(EXP_INFINITE)), self.const(float("inf")), y)
+        return self.select(b.fcmp_ordered("<", x, self.const(EXP_ZERO)), self.const(0.0), y)
+
+    def sigmoid(self, x: Any) -> Any:
+        """1 / (exp(-x) + 1)."""
+        b = self.b
+        q, bits = self._reduced(b.fneg(x), self.fma(x, self.const(-LOG2_E), self.const(ROUND)))
+        scale = self._power_of_two(bits)
+        y = b.fdiv(self.const(1.0), b.fadd(self.fma(q, scale, scale), self.const(1.0)))
+        y = self.select(b.fcmp_ordered("<", x, self.const(SIGMOID_ZERO)), self.const(0.0), y)
+        return self.select(b.fcmp_ordered(">", x, self.const(SIGMOID_ONE)), self.const(1.0), y)
 
     def tanh(self, x: Any) -> Any:
+        """e / (e + 2) with e = exp(2|x|) - 1, which loses nothing near 0."""
         b = self.b
         size = self.call("fabs", x)
-        square = b.fmul(x, x)
-        near = self.fma(b.fmul(x, square), self.horner(TANH_TAIL, square), x)
-        e = self.exp(b.fadd(size, size))
-        far = b.fsub(self.const(1.0), b.fdiv(self.const(2.0), b.fadd(e, self.const(1.0))))
-        y = self.select(b.fcmp_ordered("<", size, self.const(TANH_SPLIT)), near, far)
+        q, bits = self._reduced(b.fadd(size, size), self.fma(size, self.const(2.0 * LOG2_E), self.const(ROUND)))
+        scale = self._power_of_two(bits)
+        e = self.fma(q, scale, b.fsub(scale, self.const(1.0)))
+        y = b.fdiv(e, b.fadd(e, self.const(2.0)))
+        y = self.select(b.fcmp_ordered(">", size, self.const(TANH_ONE)), self.const(1.0), y)
         return self.call("copysign", y, x)
 
     def log(self, x: Any) -> Any:
@@ -120,7 +177,7 @@ class VectorMath:
         e = self.select(tiny, b.fsub(e, self.const(23.0)), e)
         r = b.fsub(mantissa, self.const(1.0))
         square = b.fmul(r, r)
-        tail = self.fma(b.fmul(r, square), self.horner(LOG_TAIL, r), b.fmul(e, self.const(LN2_LOW)))
+        tail = self.fma(b.fmul(r, square), self.polynomial(LOG_TAIL, r), b.fmul(e, self.const(LN2_LOW)))
         tail = self.fma(square, self.const(-0.5), tail)
         y = self.fma(e, self.const(LN2_HIGH), b.fadd(r, tail))
         inf = float("inf")
@@ -189,7 +246,7 @@ def operations(math: VectorMath, exact: bool) -> dict[str, Callable[..., Any]]:
         "log1p": log1p,
         "sqrt": lambda x: math.call("sqrt", x),
         "tanh": tanh,
-        "sigmoid": sigmoid,
+        "sigmoid": sigmoid if library else math.sigmoid,
         "sin": lambda x: math.by_library("sin", x),
         "cos": lambda x: math.by_library("cos", x),
         "abs": lambda x: math.call("fabs", x),

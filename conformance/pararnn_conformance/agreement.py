@@ -99,7 +99,8 @@ def guesses(target: Target, cell: str, guess: str) -> None:
     given = target.give(case)
     true = loop_states(case)
     rng = np.random.default_rng(5)
-    values = {"true": true, "garbage": 30.0 * rng.standard_normal(true.shape), "nan": np.full(true.shape, np.nan)}[guess]
+    made = {"true": true, "garbage": 30.0 * rng.standard_normal(true.shape), "nan": np.full(true.shape, np.nan)}
+    values = made[guess]
     if cell == "ParaSLSTM" and guess == "garbage":
         values[:, :, 1] = np.abs(values[:, :, 1])
     offered = target.array(values, case.dtype)
@@ -131,10 +132,13 @@ def exponential_gates(target: Target, width: int) -> None:
     cell = target.cell(host, "float32")
     values = np.asarray([0.5, -0.5, 0.9])
     x = np.stack([[100.0, 200.0, -50.0], np.zeros(3), np.arctanh(values), np.full(3, 40.0)], axis=-1)[None]
-    h = target.apply(cell, target.array(x, "float32"))[0, :, 3]
-    expect_near(h, np.repeat([[0.5], [-0.5], [-0.5]], width, axis=1), 1e-5, "h")
+
+    def h_of(inputs: np.ndarray) -> np.ndarray:
+        return target.apply(cell, target.array(inputs, "float32"))[0, :, 3]
+
+    expect_near(h_of(x), np.repeat([[0.5], [-0.5], [-0.5]], width, axis=1), 1e-5, "h")
     shut = np.stack([np.full(3, -1000.0), np.zeros(3), np.full(3, 0.5), np.full(3, 40.0)], axis=-1)[None]
-    expect_near(target.apply(cell, target.array(shut, "float32"))[0, :, 3], np.zeros((3, width)), 1e-5, "h of a shut gate")
+    expect_near(h_of(shut), np.zeros((3, width)), 1e-5, "h of a shut gate")
 
 
 @check("P07", cell=CELLS, few={"cell": ("ParaGRU",)})

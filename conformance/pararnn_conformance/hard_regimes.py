@@ -1,4 +1,4 @@
-"""Hard networks: large weights without a clamp, long memory, chaos and latches. A solve is right or it is the time loop.
+"""Hard networks: large weights without a clamp, long memory, chaos, latches. A solve is right or it is the time loop.
 
 In a chaotic network two orders of evaluation part ways, so results are compared with the backend's own time loop, and
 each single step with the recurrence in float64: the result must be *a* trajectory of the cell.
@@ -16,8 +16,9 @@ from pararnn_conformance.registration import check
 from pararnn_conformance.target import Target
 
 DTYPES = ("float32", "float64")
-# (T, L): the cost model's choice, many segments, exactly two, and a short last one.
-SHAPES = ((300, None), (300, 16), (64, 32), (129, 64))
+# (T, L): the cost model's choice; many segments; three, of which only the last one's start is in doubt, because the
+# warm-up before the second is the first itself; two and a short last one.
+SHAPES = ((300, None), (300, 16), (96, 32), (129, 64))
 REGIMES = ("strong", "wild", "long", "latch")
 FEW = {"cell": ("ParaGRU", "Echo"), "regime": ("strong",), "shape": ((300, 16),)}
 
@@ -33,7 +34,7 @@ def _step_error(case: Case, states: np.ndarray) -> float:
     wide = reference.with_slots(cell, states.astype(np.float64))
     gap = np.abs(reference.residual(cell, x, h0, wide))
     scale = np.max(np.abs(wide), axis=(0, 1, 3), keepdims=True)
-    return float(np.max(gap / scale))
+    return float(np.max(gap / np.maximum(scale, 1e-30)))
 
 
 @check("P01 P07 O09", cell=CELLS, dtype=DTYPES, regime=REGIMES, shape=SHAPES, few=FEW)
@@ -66,6 +67,7 @@ def long_memory(target: Target, cell: str, dtype: str) -> None:
 @check("P07 O09", cell=CELLS, dtype=DTYPES, regime=(*REGIMES, "gentle"), shape=SHAPES[1:], few=FEW)
 def exact(target: Target, cell: str, dtype: str, regime: str, shape: tuple[int, int]) -> None:
     """exact=True gives the backend's own time loop bit for bit, and says so."""
+    target.needs_comparable_bits(dtype)
     case = _case(cell, dtype, regime, shape[0])
     stats = NewtonStats()
     mine = target.run(case, stats=stats, segment_len=shape[1], exact=True)

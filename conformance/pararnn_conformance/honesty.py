@@ -1,4 +1,4 @@
-"""What a solve says about itself is true: a loose solve says that it is loose, and 'converged' is never said in vain."""
+"""What a solve says about itself is true: a loose solve says so, and 'converged' is never said in vain."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def converged_means_right(target: Target, cell: str, dtype: str, regime: str) ->
         case = Case(cell, dtype, time=128, width=16, features=1, regime=regime, seed=seed)
         host = numbers(case).cell
         loop = target.run(case, segment_len=case.time)
-        for length in (1, 8, 32):
-            for count in (0, 1, 2, 4, 8):
+        for length in (1, 16):
+            for count in (0, 1, 3, 8):
                 stats = NewtonStats()
                 with loose_solves_allowed():
                     mine = target.run(case, stats=stats, max_iters=count, segment_len=length, **OFF)
@@ -118,7 +118,8 @@ def residual(target: Target, cell: str, count: int) -> None:
         mine = target.run(case, stats=stats, **options)
     gap = reference.residual(host, x, h0, reference.with_slots(host, mine.astype(np.float64)))
     true = float(np.max(np.abs(gap)))
-    expect(abs(stats.max_residual - true) <= 1e-3 * true + 1e-6, f"max_residual {stats.max_residual:.3g}, it is {true:.3g}")
+    told = stats.max_residual
+    expect(abs(told - true) <= 1e-3 * true + 1e-6, f"max_residual {told:.3g}, it is {true:.3g}")
 
 
 @check("P07", value=(0.5, -0.9, 1.2))

@@ -58,6 +58,7 @@ def corrections(target: Target, cell: str, dtype: str, count: int) -> None:
 @check("P10", cell=CELLS, regime=("long", "strong"), few={"cell": ("ParaGRU", "Echo")})
 def exact_prefix(target: Target, cell: str, regime: str) -> None:
     """After K corrections the first K+1 segments are the time loop's, bit for bit."""
+    target.needs_comparable_bits("float32")
     case = Case(cell, time=64, width=16, features=1, regime=regime)
     loop = target.run(case, segment_len=case.time)
     for count in (0, 1, 3):

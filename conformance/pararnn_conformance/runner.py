@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import traceback
 import warnings
@@ -11,9 +12,13 @@ from dataclasses import dataclass, field
 
 from tqdm import tqdm
 
+from pararnn import NotConvergedWarning
 from pararnn_conformance.expect import Refused
 from pararnn_conformance.registration import Instance, instances
 from pararnn_conformance.target import NotTested, Target
+
+# Loose solves are part of the suite; their lines in the log are read by nobody.
+logging.getLogger("pararnn").addHandler(logging.NullHandler())
 
 
 @dataclass
@@ -40,8 +45,9 @@ def failure_of(instance: Instance, target: Target) -> str | None:
     """Runs one instance: None, or why it failed. Refused passes through."""
     try:
         with warnings.catch_warnings():
-            # A solve that grumbles about its own result is a failure; what libraries deprecate is not ours.
-            warnings.simplefilter("ignore", DeprecationWarning)
+            # Finite data must not raise these, and a solve that doubts its own result has to be expected to.
+            warnings.simplefilter("error", RuntimeWarning)
+            warnings.simplefilter("error", NotConvergedWarning)
             instance.run(target)
     except Refused:
         raise
@@ -60,8 +66,9 @@ def run(name: str, *, only: str = "", quick: bool = False, progress: bool = True
     except NotTested as error:
         outcome.absent = str(error)
         return outcome
-    # Drawn on a terminal only.
-    for instance in tqdm(instances(only=only, quick=quick), desc=name, unit="check", disable=None if progress else True):
+    chosen = instances(only=only, quick=quick)
+    # disable=None draws the progress line on a terminal only.
+    for instance in tqdm(chosen, desc=name, unit="check", disable=None if progress else True):
         try:
             failure = failure_of(instance, target)
         except Refused as error:

@@ -1,5 +1,8 @@
 """pararnn: nonlinear recurrent networks, run and trained in parallel over time."""
 
+from typing import Any
+
+from pararnn import distributed
 from pararnn.adjoint import Gradients
 from pararnn.backend import Backend
 from pararnn.cells import ChannelwiseCell, ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh, RNNCell, check_cell
@@ -44,6 +47,7 @@ __all__ = [
     "check_cell",
     "compile_safe_config",
     "default_agreement_atol",
+    "distributed",
     "explain",
     "newton_apply",
     "newton_vjp",
@@ -51,3 +55,20 @@ __all__ = [
     "sequential_apply",
     "verify_agreement",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Names that need an array library beyond NumPy (``ParaRNN``, …), loaded on first use."""
+    if name.startswith("_"):
+        raise AttributeError(f"module 'pararnn' has no attribute {name!r}")
+    from pararnn.registry import offered
+
+    found = offered(name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    from pararnn.registry import offered_names
+
+    return sorted({*globals(), *(name for name in offered_names() if "." not in name)})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from typing import Any
 
@@ -37,6 +38,17 @@ def resolve_namespace(xp: Namespace | None) -> Namespace:
         with contextlib.suppress(Exception):
             return array_api_compat.array_namespace(make())
     raise TypeError(f"xp: wanted an array namespace such as numpy or torch, got {xp!r}")
+
+
+# Device names that no other library uses.
+_TORCH_DEVICES = ("cuda", "mps", "xpu", "meta")
+
+
+def implied_namespace(device: Any, dtype: Any) -> Namespace | None:
+    """The library that a device or dtype can only belong to, or None if either leaves it open."""
+    by_type = any(type(given).__module__.partition(".")[0] == "torch" for given in (device, dtype))
+    by_name = isinstance(device, str) and device.partition(":")[0] in _TORCH_DEVICES
+    return importlib.import_module("torch") if by_type or by_name else None
 
 
 def common_namespace(what: str, **arrays: Array | None) -> Namespace:
@@ -101,6 +113,14 @@ def quiet(xp: Namespace) -> contextlib.AbstractContextManager[Any]:
     """
     through_numpy = namespace_name(xp) in ("numpy", "array_api_strict")
     return np.errstate(all="ignore") if through_numpy else contextlib.nullcontext()
+
+
+def known(flag: Array) -> bool:
+    """Whether a one-element array is known to be true; one that a transformation traces has no value to know."""
+    try:
+        return bool(flag)
+    except (TypeError, RuntimeError):
+        return False
 
 
 def same_bits(xp: Namespace, a: Array, b: Array) -> Array:

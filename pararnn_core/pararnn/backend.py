@@ -5,9 +5,13 @@ The base class is itself the array backend, which runs on every namespace; a bac
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from pararnn.adjoint import Gradients, pull_back
 from pararnn.arrays import Array
 from pararnn.engine import ArrayEngine
+from pararnn.front import Front
 from pararnn.per_step import solve_per_step
 from pararnn.problem import Problem
 from pararnn.solve import plan_for, solve
@@ -23,6 +27,10 @@ class Backend:
 
     name = "array"
     priority = 0
+    # What its array library takes part in, if anything: autograd, transformations, compilers.
+    front: Front | None = None
+    # Public names that need it, loaded on first use from "module:object": {"ParaRNN": "my_package.layers:ParaRNN"}.
+    offers: Mapping[str, str] = MappingProxyType({})
 
     def probe(self) -> str | None:
         """None if this backend can run here, else a sentence that says what is missing."""

@@ -179,10 +179,17 @@ def _verify(options: argparse.Namespace) -> int:
         print(json.dumps(_plain(found), indent=1, allow_nan=False))
     else:
         print(both.report)
-        for line in both.lines():
+        for line in both.speed():
             print(line)
-        print(f"stats       {stats}")
+        for name, value in {**stats.to_dict(), "lyapunov": stats.lyapunov}.items():
+            print(f"{name:18} {_short(value)}")
     return OK if both.report.ok else NOT_OK
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(_short(item) for item in value) or "-"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def _plain(value: Any) -> Any:

@@ -13,6 +13,7 @@ from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, cast
 from pararnn.config import NewtonConfig
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
+from pararnn.front import front_of
 from pararnn.problem import Problem, make_problem
 from pararnn.registry import choose
 from pararnn.stats import NewtonStats
@@ -68,7 +69,10 @@ def newton_apply(
     >>> bool(np.abs(h - sequential_apply(cell, x)).max() < 1e-5), stats.converged
     (True, True)
     """
-    problem = _checked("newton_apply", cell, x, config, h0, guess)
+    front = front_of(x)
+    if front is not None:
+        return front.newton_apply(cell, x, config, h0=h0, guess=guess, stats=stats)
+    problem = checked_problem("newton_apply", cell, x, config, h0, guess, stats)
     if getattr(x, "requires_grad", False) or any(getattr(a, "requires_grad", False) for a in cell.arrays.values()):
         raise TypeError(
             "newton_apply: these tensors require grad, and the array path has no autograd; "
@@ -77,10 +81,19 @@ def newton_apply(
     return run_newton(problem, stats)
 
 
-def _checked(
-    what: str, cell: Any, x: Array, config: NewtonConfig | None, h0: Array | None, guess: Array | None = None
+def checked_problem(
+    what: str,
+    cell: Any,
+    x: Array,
+    config: NewtonConfig | None,
+    h0: Array | None,
+    guess: Array | None = None,
+    stats: NewtonStats | None = None,
 ) -> Problem:
+    """The problem of a public call, refused here if anything about it does not fit."""
     problem = make_problem(what, cell, x, h0, config, guess)
+    if stats is not None and not isinstance(stats, NewtonStats):
+        raise TypeError(f"{what}: stats must be a NewtonStats to be filled, got {type(stats).__name__}")
     if problem.config.verify_first_step:
         raise TypeError(
             f"{what}: verify_first_step=True needs a module that remembers its first call (ParaRNN); "
@@ -152,7 +165,11 @@ def newton_vjp(
     >>> grads.x.shape, sorted(grads.params)
     ((1, 6, 2), ['W_x.bias', 'W_x.weight', 'a_n', 'a_r', 'a_z'])
     """
-    problem = _checked("newton_vjp", cell, x, config, h0)
+    problem = checked_problem("newton_vjp", cell, x, config, h0, stats=stats)
+    front = front_of(x)
+    if front is not None:
+        # The caller asks for the gradient; an array library that watches would only get in the way.
+        problem = front.untracked(problem)
     # A gradient needs a state at the fixed point; a solve that gave up must not hand one out.
     states = run_newton(problem, stats)
     kept = None if problem.config.recompute else states

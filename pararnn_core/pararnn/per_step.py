@@ -51,7 +51,7 @@ def solve_per_step(problem: Problem, engine: ArrayEngine, iterations: int) -> tu
     h0, error = problem.h0, None
     with quiet(xp):
         for first in range(0, time if batch else 0, max(chunk, 1)):
-            span = slice(first, first + chunk)
+            span = slice(first, min(first + chunk, time))
             guess = None if problem.guess is None else problem.guess[:, span, ...]
             window = _Window(replace(problem, x=problem.x[:, span, :], h0=h0, guess=guess), cell, error)
             _solve_window(window, iterations)
@@ -62,7 +62,7 @@ def solve_per_step(problem: Problem, engine: ArrayEngine, iterations: int) -> tu
             _add(stats, window.stats)
     if pieces:
         out = pieces[0] if len(pieces) == 1 else xp.concat(pieces, axis=1)
-        stats._lyapunov = lambda: largest_exponent(problem, out, engine)
+        stats.later(lyapunov=lambda: largest_exponent(problem, out, engine))
     else:
         out = xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)
     stats.converged = stats.agreement_estimate <= tolerance(config, problem)

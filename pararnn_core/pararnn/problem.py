@@ -78,6 +78,8 @@ def make_problem(
             f"{what}: cell must be a ChannelwiseCell (ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh or your own subclass), "
             f"got {type(cell).__name__}"
         )
+    if x is None:
+        raise TypeError(f"{what}: x must be an array (NumPy, torch, JAX, CuPy, …), got NoneType")
     xp = common_namespace(what, x=x, h0=h0, guess=guess, **{"the cell's W_x.weight": cell.W_x.weight})
     if x.ndim != 3:
         raise ValueError(f"{what}: x must have 3 axes (B, T, I), got shape {tuple(x.shape)}; add a batch axis of 1")

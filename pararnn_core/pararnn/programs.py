@@ -108,6 +108,8 @@ class StepPrograms:
     def __init__(self, cell: ChannelwiseCell, diagonal: bool = False) -> None:
         self.graph = graph = Graph()
         self.diagonal = diagonal
+        # Whole kernels that a backend made from these programs, by backend name.
+        self.compiled: dict[str, Any] = {}
         self.slots, self.gates, self.params = cell.slots, cell.gates, cell.params
         self.bounds = [cell.bounds.get(s) for s in cell.slots]
         self.size = len(self.slots)
@@ -260,6 +262,24 @@ class StepPrograms:
             rows=[*self.j.flat, *rows_g],
             consts=[],
             new=[*(new_n[i][j] for i, j in self.n.where), *swept[-1]],
+        )
+
+    @cached_property
+    def adjoint_map_step(self) -> LoopProgram:
+        """As adjoint_affine, but from the step itself: carry N, b; rows previous slots, gates, g; consts params."""
+        g = self.graph
+        carry_b = [f"b_{s}" for s in self.slots]
+        rows_g = [f"c_{s}" for s in self.slots]
+        columns = _transposed(self.n.symbols(g))
+        swept = [pullback(self.new, column, self.prev) for column in columns]
+        mu = [add(g.input(b), g.input(c)) for b, c in zip(carry_b, rows_g, strict=True)]
+        new_n = _transposed(swept)
+        return loop_program(
+            g,
+            carry=[*self.n.flat, *carry_b],
+            rows=[*self.prev_names, *self.gate_names, *rows_g],
+            consts=self.param_names,
+            new=[*(new_n[i][j] for i, j in self.n.where), *pullback(self.new, mu, self.prev)],
         )
 
     @cached_property

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import entry_points
+from typing import Any
 
 from pararnn.backend import Backend
 from pararnn.errors import BackendUnavailableError
+from pararnn.front import FRONTS
 from pararnn.problem import Problem
 
 GROUP = "pararnn.backends"
@@ -43,9 +46,18 @@ def _found() -> dict[str, Backend | str]:
             backend = entry.load()
             lacks = _lacks(backend)
             found[entry.name] = f"it is no backend: {lacks}" if lacks else backend
+            if not lacks:
+                _install_front(backend)
         except Exception as error:
             found[entry.name] = f"it could not be imported: {type(error).__name__}: {error}"
     return found
+
+
+def _install_front(backend: Backend) -> None:
+    """Lets a backend's front stand before solves on its library's arrays; the first one found keeps its place."""
+    front = getattr(backend, "front", None)
+    for package in front.packages if front is not None else ():
+        FRONTS.setdefault(package, front)
 
 
 _registered: dict[str, Backend] = {}
@@ -65,6 +77,7 @@ def register_backend(backend: Backend) -> None:
     if backend.name in _RESERVED:
         raise ValueError(f"register_backend: the name {backend.name!r} has a meaning of its own; choose another")
     _registered[backend.name] = backend
+    _install_front(backend)
 
 
 def backends() -> dict[str, Backend | str]:
@@ -113,3 +126,31 @@ def choose(problem: Problem) -> Choice:
             return Choice(backend, refusals)
         refusals[name] = sentence
     raise TypeError("no backend takes this problem: " + "; ".join(f"{n}: {s}" for n, s in refusals.items()))
+
+
+def offered(name: str) -> Any:
+    """The object behind a public name that some backend offers.
+
+    Raises:
+        AttributeError: no backend offers it.
+        ImportError: it needs a library that is not installed; the message says which.
+    """
+    for label, backend in backends().items():
+        target = getattr(backend, "offers", {}).get(name)
+        if target is None:
+            continue
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"pararnn.{name} needs {error.name}, which is not installed: pip install 'pararnn[{label}]'",
+                name=error.name,
+            ) from error
+    raise AttributeError(f"module 'pararnn' has no attribute {name!r}")
+
+
+def offered_names(prefix: str = "") -> list[str]:
+    """The names that backends offer and that begin with `prefix`."""
+    every = (name for backend in backends().values() for name in getattr(backend, "offers", {}))
+    return sorted({name for name in every if name.startswith(prefix)})

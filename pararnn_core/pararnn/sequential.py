@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pararnn.arrays import Array, cast, quiet
+from pararnn.front import front_of
 from pararnn.problem import Problem, make_problem
 
 # Steps whose gate inputs are projected at once: one matrix product instead of many small ones, bounded memory.
@@ -37,6 +38,9 @@ def sequential_apply(cell: Any, x: Array, h0: Array | None = None) -> Array:
     >>> sequential_apply(ParaGRU(2, 3, seed=0), np.zeros((1, 4, 2), dtype=np.float32)).shape
     (1, 4, 3)
     """
+    front = front_of(x)
+    if front is not None:
+        return front.sequential_apply(cell, x, h0)
     return run_sequential(make_problem("sequential_apply", cell, x, h0))
 
 
@@ -51,8 +55,9 @@ def run_sequential(problem: Problem) -> Array:
     with quiet(xp):
         for t in range(time):
             if t % PROJECTED_STEPS == 0:
-                block = cast(xp, problem.x[:, t : t + PROJECTED_STEPS, :], problem.work_dtype)
-                gates = xp.reshape(block @ xp.matrix_transpose(weight) + bias, (batch, -1, len(cell.gates), width))
+                block = cast(xp, problem.x[:, t : min(t + PROJECTED_STEPS, time), :], problem.work_dtype)
+                split = (batch, block.shape[1], len(cell.gates), width)
+                gates = xp.reshape(block @ xp.matrix_transpose(weight) + bias, split)
             now = gates[:, t % PROJECTED_STEPS, :, :]
             state = cell.step(xp, *state, *(now[:, g, :] for g in range(len(cell.gates))), *params)
             rows.append(state[0] if len(state) == 1 else xp.stack(state, axis=1))

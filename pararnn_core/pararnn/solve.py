@@ -165,7 +165,7 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     stats.agreement_estimate = 0.0 if isinstance(worst, float) else float(xp.max(worst))
     stats.converged = stats.agreement_estimate <= accept
     if time and batch:
-        stats.measure_lyapunov(lambda: largest_exponent(problem, states, engine))
+        stats.later(lyapunov=lambda: largest_exponent(problem, states, engine))
     return states, stats
 
 

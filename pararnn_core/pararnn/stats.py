@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Later:
+    """A value that is computed when it is first asked for."""
+
+    measure: Callable[[], Any]
 
 
 @dataclass
@@ -45,28 +52,29 @@ class NewtonStats:
     exact: bool = False
     converged: bool = False
     reason: str = ""
-    _lyapunov: float | Callable[[], float] = field(default=math.nan, repr=False, compare=False)
+    lyapunov: float = math.nan
 
-    @property
-    def lyapunov(self) -> float:
-        if callable(self._lyapunov):
-            self._lyapunov = self._lyapunov()
-        return self._lyapunov
+    def __getattribute__(self, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        if isinstance(value, Later):
+            value = value.measure()
+            object.__setattr__(self, name, value)
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and sent to other processes: numbers only, so the exponent is computed now."""
-        return {**self.__dict__, "_lyapunov": self.lyapunov}
+        """What is copied and sent to other processes: numbers only, so what was put off is computed now."""
+        return {name: getattr(self, name) for name in self.__dict__}
 
-    def measure_lyapunov(self, measure: Callable[[], float]) -> None:
-        """Has `lyapunov` computed by `measure` when somebody reads it."""
-        self._lyapunov = measure
+    def later(self, **measures: Callable[[], Any]) -> None:
+        """Has fields computed when somebody first reads them, so that a solve need not wait for its device."""
+        for name, measure in measures.items():
+            object.__setattr__(self, name, Later(measure))
 
     def fill(self, other: NewtonStats) -> None:
         """Takes over every field of `other`."""
         self.__dict__.update(other.__dict__)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers and strings for a log; `lyapunov` only if it is known already."""
-        out = {k: v for k, v in self.__dict__.items() if not k.startswith("_")}
-        out["lyapunov"] = None if callable(self._lyapunov) else self._lyapunov
-        return out
+        """Plain numbers and strings for a log; the Lyapunov exponent only if somebody has read it already."""
+        known = not isinstance(self.__dict__["lyapunov"], Later)
+        return {name: getattr(self, name) if name != "lyapunov" or known else None for name in self.__dict__}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,8 @@ from array_api_compat import device
 from pararnn.arrays import Array, cast, dtype_name, has_float64, namespace_name, quiet, same_bits
 from pararnn.config import NewtonConfig
 from pararnn.errors import AgreementError
+from pararnn.front import front_of
+from pararnn.problem import make_problem
 from pararnn.stats import NewtonStats
 
 _ATOL = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
@@ -98,7 +101,7 @@ def verify_agreement(
     Where the loop is not finite, the parallel run must be not finite in the same places.
 
     Args:
-        module: a ChannelwiseCell.
+        module: a ChannelwiseCell, a ParaRNN, or a module that holds one as ``rnn``.
         x, config, h0: as for newton_apply.
         atol, rtol: allowed error; atol defaults to default_agreement_atol(x.dtype).
         reference: 'same' compares with the loop in x's dtype, 'float64' with the loop in float64.
@@ -109,30 +112,74 @@ def verify_agreement(
     >>> verify_agreement(ParaGRU(2, 3, seed=0), np.ones((1, 100, 2), dtype=np.float32)).ok
     True
     """
+    own = getattr(getattr(module, "rnn", module), "verify_agreement", None)
+    if own is not None and not isinstance(module, type):
+        report = own(x, config=config, h0=h0, atol=atol, rtol=rtol, reference=reference)
+    elif hasattr(module, "slots"):
+        report = verify_layers([module], x, config, [h0], atol=atol, rtol=rtol, reference=reference)
+    else:
+        raise TypeError(f"verify_agreement: wanted a ChannelwiseCell or a ParaRNN, got {type(module).__name__}")
+    if raise_on_fail and not report.ok:
+        raise AgreementError(f"verify_agreement: {report}", report)
+    return report
+
+
+def verify_layers(
+    cells: Sequence[Any],
+    x: Array,
+    config: NewtonConfig | None,
+    starts: Sequence[Array | None],
+    *,
+    atol: float | None = None,
+    rtol: float = 0.0,
+    reference: str = "same",
+) -> AgreementReport:
+    """The report for cells of which each reads the hidden slot of the one before, once in parallel, once as loops."""
     from pararnn.newton import newton_apply
     from pararnn.sequential import sequential_apply
 
     if reference not in ("same", "float64"):
         raise ValueError(f"verify_agreement: reference must be 'same' or 'float64', got {reference!r}")
-    if not hasattr(module, "slots"):
-        raise TypeError(f"verify_agreement: wanted a ChannelwiseCell, got {type(module).__name__}")
-    stats = NewtonStats()
-    parallel = newton_apply(module, x, config, h0=h0, stats=stats)
-    cell, given, start = module, x, h0
-    if reference == "float64":
-        xp = module.xp
-        if not has_float64(xp):
-            raise TypeError(
-                f"verify_agreement: reference='float64' needs float64, which {namespace_name(xp)} has switched off "
-                "here (JAX: jax.config.update('jax_enable_x64', True)); use reference='same'"
-            )
-        cell, given = module.to(dtype=xp.float64), cast(xp, x, xp.float64)
-        start = None if h0 is None else cast(xp, h0, xp.float64)
-    oracle = sequential_apply(cell, given, h0=start)
-    report = compare(module, parallel, oracle, stats, atol=atol, rtol=rtol, reference=reference)
-    if raise_on_fail and not report.ok:
-        raise AgreementError(f"verify_agreement: {report}", report)
-    return report
+    reports, given = [], x
+    for cell, h0 in zip(cells, starts, strict=True):
+        # Checked here, so that a refusal names the function that was called, and cut off from autograd.
+        problem = make_problem("verify_agreement", cell, x, h0, config)
+        front = front_of(x)
+        if front is not None:
+            problem = front.untracked(problem)
+        stats = NewtonStats()
+        parallel = newton_apply(problem.cell, problem.x, config, h0=problem.h0, stats=stats)
+        true_cell, start = problem.cell, problem.h0
+        if reference == "float64":
+            xp = problem.xp
+            if not has_float64(xp):
+                raise TypeError(
+                    f"verify_agreement: reference='float64' needs float64, which {namespace_name(xp)} has switched off "
+                    "here (JAX: jax.config.update('jax_enable_x64', True)); use reference='same'"
+                )
+            true_cell, given = true_cell.to(dtype=xp.float64), cast(xp, given, xp.float64)
+            start = None if start is None else cast(xp, start, xp.float64)
+        oracle = sequential_apply(true_cell, given, h0=start)
+        reports.append(compare(cell, parallel, oracle, stats, atol=atol, rtol=rtol, reference=reference))
+        x, given = (a if cell.state_slots == 1 else a[:, :, cell.hidden_slot, :] for a in (parallel, oracle))
+    return reports[0] if len(reports) == 1 else _joined(reports)
+
+
+def _joined(reports: list[AgreementReport]) -> AgreementReport:
+    """One report for several layers: that of the worst one, with every layer's slots."""
+    layer = max(range(len(reports)), key=lambda k: reports[k].max_rel)
+    return dataclasses.replace(
+        reports[layer],
+        ok=all(r.ok for r in reports),
+        max_abs=max(r.max_abs for r in reports),
+        mean_abs=sum(r.mean_abs for r in reports) / len(reports),
+        slots={f"{k}.{name}": error for k, r in enumerate(reports) for name, error in r.slots.items()},
+        worst={"layer": layer, **reports[layer].worst},
+        newton_iters=max(r.newton_iters for r in reports),
+        max_residual=max(r.max_residual for r in reports),
+        estimate=max(r.estimate for r in reports),
+        exact=all(r.exact for r in reports),
+    )
 
 
 def compare(

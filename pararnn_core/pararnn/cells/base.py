@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +16,7 @@ from pararnn.arrays import (
     cast,
     common_namespace,
     dtype_name,
+    implied_namespace,
     namespace_name,
     resolve_namespace,
 )
@@ -54,6 +56,9 @@ def check_cap(owner: str, cap: Any) -> None:
         raise ValueError(f"{owner}: max_recurrent_norm must be a positive number or None, got {cap!r}")
 
 
+_SERIALS = itertools.count(1)
+
+
 class ChannelwiseCell:
     """A recurrent cell in which no channel sees another inside the recurrence.
 
@@ -71,8 +76,9 @@ class ChannelwiseCell:
         input_size, hidden_size: I and D (also ``d_in``, ``d_h``).
         max_recurrent_norm: the step sees each recurrent parameter clamped to ±this; None turns the clamp off. The
             stored parameter is not clamped.
-        xp, device, dtype, seed: where and how the arrays are made; NumPy float32 by default. The numbers for one
-            seed are the same in every namespace.
+        xp, device, dtype, seed: where and how the arrays are made; NumPy float32 by default. A dtype or device of
+            PyTorch's (``torch.float32``, ``"cuda"``) makes tensors without ``xp``. The numbers for one seed are the
+            same in every namespace.
 
     Raises:
         TypeError: a size is missing, or the dtype is not a real floating one.
@@ -107,6 +113,12 @@ class ChannelwiseCell:
     default_max_recurrent_norm: ClassVar[float | None] = 0.5
     # Whether a solve should start from the exact scan with the recurrent weights dropped (long memory by design).
     picard_start: ClassVar[bool] = False
+    # Tells apart classes of one name (a notebook defines the same class again and again).
+    serial: ClassVar[int] = 0
+
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        cls.serial = next(_SERIALS)
 
     def __init__(
         self,
@@ -123,9 +135,10 @@ class ChannelwiseCell:
     ) -> None:
         name = type(self).__name__
         n_in, n_h = resolve_sizes(name, input_size, hidden_size, d_in, d_h)
-        cap = self.default_max_recurrent_norm if max_recurrent_norm == "default" else max_recurrent_norm
+        default = isinstance(max_recurrent_norm, str) and max_recurrent_norm == "default"
+        cap: Any = self.default_max_recurrent_norm if default else max_recurrent_norm
         check_cap(name, cap)
-        xp = resolve_namespace(xp)
+        xp = resolve_namespace(implied_namespace(device, dtype) if xp is None else xp)
         dtype = xp.float32 if dtype is None else dtype
         if dtype_name(dtype) not in FLOATS:
             raise TypeError(f"{name}: dtype must be one of {', '.join(FLOATS)}, got {dtype_name(dtype)}")
@@ -252,7 +265,8 @@ class ChannelwiseCell:
                     f"{dtype_name(value.dtype)}; cast it, or the whole cell with to(dtype=…)"
                 )
             merged[key] = value
-        cap = self.max_recurrent_norm if max_recurrent_norm == "same" else max_recurrent_norm
+        same = isinstance(max_recurrent_norm, str) and max_recurrent_norm == "same"
+        cap = self.max_recurrent_norm if same else max_recurrent_norm
         check_cap(type(self).__name__, cap)
         return self._copy(cap, merged)
 

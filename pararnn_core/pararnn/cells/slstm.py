@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pararnn.arrays import Array, Namespace
+from pararnn.arrays import Array, Namespace, known
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.functions import sigmoid
 
@@ -66,18 +66,9 @@ class ParaSLSTM(ChannelwiseCell):
         new.__dict__.update(self.__dict__)
         return new
 
-    def encode(self, xp: Namespace, c: Array, n: Array, m: Array, h: Array) -> tuple[Array, ...]:
-        empty = n == 0.0
-        u = xp.where(empty, xp.zeros_like(c), c / xp.where(empty, xp.ones_like(n), n))
-        return u, xp.log(n), m, h
-
-    def decode(self, xp: Namespace, u: Array, l: Array, m: Array, h: Array) -> tuple[Array, ...]:
-        n = xp.exp(l)
-        return u * n, n, m, h
-
     def check_h0(self, xp: Namespace, h0: Array) -> None:
         c, n = h0[:, 0, ...], h0[:, 1, ...]
-        if bool(xp.any((n < 0.0) | ((n == 0.0) & (c != 0.0)))):
+        if known(xp.any((n < 0.0) | ((n == 0.0) & (c != 0.0)))):
             raise ValueError(
                 "ParaSLSTM: h0 must have n >= 0, and c = 0 wherever n = 0 (c/n is the cell's memory); got a state that "
                 "no run of the cell reaches"
@@ -104,6 +95,15 @@ class _SLSTMInLogCoordinates(ParaSLSTM):
         u = (1.0 - share) * u + share * xp.tanh(r_z * h + z)
         # n / (n + eps) as a gate: exp never overflows and the limit n -> 0 is 0.
         return u, l, m, sigmoid(xp, r_o * h + o) * u * sigmoid(xp, l - math.log(self.eps))
+
+    def encode(self, xp: Namespace, c: Array, n: Array, m: Array, h: Array) -> tuple[Array, ...]:
+        empty = n == 0.0
+        u = xp.where(empty, xp.zeros_like(c), c / xp.where(empty, xp.ones_like(n), n))
+        return u, xp.log(n), m, h
+
+    def decode(self, xp: Namespace, u: Array, l: Array, m: Array, h: Array) -> tuple[Array, ...]:
+        n = xp.exp(l)
+        return u * n, n, m, h
 
     def empty(self, xp: Namespace, like: Array) -> tuple[Array, ...]:
         """A state that remembers nothing: no mass, and a stabiliser below every gate."""

@@ -25,4 +25,5 @@ def generate(model: ByteModel, count: int, *, prompt: bytes = b"\n", temperature
 def readable(text: bytes) -> str:
     """Bytes as text that a terminal may safely be given."""
     shown = text.decode("utf-8", errors="replace")
-    return "".join(c if c.isprintable() or c == "\n" else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in shown)
+    shown = shown.expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in shown)

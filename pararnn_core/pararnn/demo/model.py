@@ -22,7 +22,9 @@ Arrays = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class ByteModel:
-    """Predicts each byte from all before it::
+    """Predicts each byte from all before it.
+
+    ::
 
         x_t = E[byte_t]    h_t = cell(h_{t-1}, x_t)    p(byte_{t+1}) = softmax(W h_t + b)
     """
@@ -74,10 +76,10 @@ class ByteModel:
             total += float(np.sum(losses, dtype=np.float64))
         return total / targets.size / math.log(2.0)
 
-    def evaluate(self, text: np.ndarray, config: NewtonConfig | None = None) -> float:
-        """Bits per byte on one piece of text."""
-        states = newton_apply(self.cell, self.embed(text[None, :-1]), config)
-        return self.bits(states, text[None, 1:])
+    def evaluate(self, pieces: np.ndarray, config: NewtonConfig | None = None) -> float:
+        """Bits per byte on pieces of text (B, T+1), each read from a fresh state."""
+        states = newton_apply(self.cell, self.embed(pieces[:, :-1]), config)
+        return self.bits(states, pieces[:, 1:])
 
     def loss_and_gradient(
         self, window: np.ndarray, config: NewtonConfig | None = None, stats: NewtonStats | None = None

@@ -16,11 +16,8 @@ from pararnn.demo.generate import generate, readable
 from pararnn.demo.model import ByteModel
 from pararnn.demo.save import save_all
 from pararnn.demo.settings import Settings, make_settings
-from pararnn.demo.text import load_text, order_0_bits, order_1_bits
+from pararnn.demo.text import HELD_OUT, load_text, order_0_bits, order_1_bits
 from pararnn.demo.train import StepLog, train
-
-# Held-out bytes of the final figure.
-HELD_OUT = 65_536
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def run(settings: Settings | None = None, *, say: Callable[[str], Any] = print, 
     model, log = training.model, training.log
     if training.interrupted:
         say(f"stopped by you after {len(log)} of {settings.steps} steps; what was learned is kept")
-    final = model.evaluate(held_out, settings.config)
+    final = model.evaluate(held_out[None, :], settings.config)
     trend = f"training loss {log[0].bits:.2f} -> {np.mean([e.bits for e in log[-20:]]):.2f}, " if log else ""
     say(f"result      {trend}held-out text {final:.2f} bits/byte ({_verdict(final, order_0, order_1)})")
     if log:
@@ -115,7 +112,7 @@ def run(settings: Settings | None = None, *, say: Callable[[str], Any] = print, 
     seconds = time.perf_counter() - begin
     say("")
     if "plot" not in files and log:
-        say('no plot     matplotlib is not installed; pip install "pararnn[plot]" brings it, the numbers are in the CSV')
+        say("no plot     matplotlib is not installed: pip install pararnn[plot] gives it; the CSV has its numbers")
     say(f"saved       {', '.join(f'{what} {path}' for what, path in files.items())}")
     say(f"took        {seconds:.0f} s")
     return DemoResult(

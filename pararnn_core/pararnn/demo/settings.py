@@ -52,8 +52,8 @@ class Settings:
     features: int = 64
     batch: int = 2
     window: int = 2048
-    learning_rate: float = 1e-2
-    check_every: int = 50
+    learning_rate: float = 2e-2
+    check_every: int = 10
     sample: int = 400
     temperature: float = 0.7
 

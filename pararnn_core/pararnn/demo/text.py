@@ -14,6 +14,8 @@ from pararnn.demo.errors import DemoError
 SYMBOLS = 256
 # Enough for a few hundred steps without a repeat, and read in no time.
 STANDARD_LIBRARY_BYTES = 2_000_000
+# Of the held-out part, what a loss is taken on.
+HELD_OUT = 65_536
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ def load_text(file: str | os.PathLike[str] | None, *, needed: int, held_out: int
     raw, source = _standard_library() if file is None else _from_file(Path(file))
     if len(raw) < needed:
         raise DemoError(
-            f"the text has {len(raw):,} bytes and this run needs {needed:,}; give a longer text with --file, or a "
-            "smaller --length"
+            f"the text has {len(raw):,} bytes and this run needs {needed:,}; give a longer text with --file, a "
+            "smaller --length, or --quick"
         )
     data = np.frombuffer(raw, dtype=np.uint8)
     last = min(max(data.size // 10, held_out), data.size // 2)

@@ -14,12 +14,14 @@ import numpy as np
 from pararnn.demo.adam import Adam, clip, rate_at
 from pararnn.demo.model import ByteModel
 from pararnn.demo.settings import Settings
-from pararnn.demo.text import Text
+from pararnn.demo.text import HELD_OUT, Text
 from pararnn.stats import NewtonStats
 
 LARGEST_GRADIENT = 1.0
-# Bytes of held-out text looked at during training; the final figure takes more.
-HELD_OUT_LOOK = 8192
+# Held-out text looked at during training: pieces from all over it, because one place is easier than another.
+LOOK_PIECES, LOOK_BYTES = 8, 1024
+# Steps between two lines where a bar would only fill a log.
+LINE_EVERY = 50
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,17 @@ def windows(text: np.ndarray, settings: Settings) -> Iterator[np.ndarray]:
         yield np.stack([text[start : start + size] for start in starts])
 
 
+def spread(text: np.ndarray, pieces: int, size: int) -> np.ndarray:
+    """(B, size+1) evenly spaced cuts; fewer or shorter where the text is short."""
+    size = min(size, text.size - 1)
+    starts = np.linspace(0, text.size - size - 1, min(pieces, text.size // size)).astype(int)
+    return np.stack([text[start : start + size + 1] for start in starts])
+
+
 def train(model: ByteModel, text: Text, settings: Settings, say: Callable[[str], Any] = print) -> Training:
     """Trains for ``settings.steps`` steps, or until Ctrl-C, which ends it between two steps' results."""
     done, adam, begin = Training(model), Adam(), time.perf_counter()
-    look = text.held_out[: HELD_OUT_LOOK + 1]
+    look = spread(text.held_out[: HELD_OUT + 1], LOOK_PIECES, LOOK_BYTES)
     cuts = windows(text.train, settings)
     try:
         with _progress(settings, say) as show:
@@ -91,9 +100,14 @@ def train(model: ByteModel, text: Text, settings: Settings, say: Callable[[str],
 
 @contextmanager
 def _progress(settings: Settings, say: Callable[[str], Any]) -> Iterator[Callable[[StepLog], None]]:
-    """A bar on a terminal; in a log, where a bar would fill pages, one line at each look at held-out text."""
+    """A bar on a terminal; in a log, where a bar would fill pages, a line now and then."""
     if not sys.stderr.isatty():
-        yield lambda entry: say(_line(entry)) if entry.held_out_bits is not None else None
+
+        def line(entry: StepLog) -> None:
+            if entry.step == 1 or entry.step % LINE_EVERY == 0 or entry.step == settings.steps:
+                say(_line(entry))
+
+        yield line
         return
     from tqdm import tqdm
 
@@ -111,7 +125,6 @@ def _progress(settings: Settings, say: Callable[[str], Any]) -> Iterator[Callabl
 
 
 def _line(entry: StepLog) -> str:
-    return (
-        f"step {entry.step:5}   {entry.bits:.2f} bits/byte, held out {entry.held_out_bits:.2f}   "
-        f"{entry.seconds * 1e3:.0f} ms, {entry.passes} passes, joint mismatch {entry.joint_mismatch:.0e}"
-    )
+    held_out = f", held out {entry.held_out_bits:.2f}" if entry.held_out_bits is not None else ""
+    solve = f"{entry.passes} pass{'es' * (entry.passes != 1)}, joint mismatch {entry.joint_mismatch:.0e}"
+    return f"step {entry.step:5}   {entry.bits:.2f} bits/byte{held_out}   {entry.seconds * 1e3:.0f} ms, {solve}"

@@ -1,0 +1,175 @@
+"""The solve as an autograd function: forward runs the chosen backend, backward its adjoint.
+
+Both run on detached tensors, so a backend needs to know nothing of autograd. The gradient is a function of its own
+whose derivative is refused, so that second derivatives are an error and never silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pararnn.adjoint import Gradients
+from pararnn.cells.base import ChannelwiseCell
+from pararnn.config import NewtonConfig
+from pararnn.newton import run_newton
+from pararnn.problem import Problem
+from pararnn.registry import choose
+from pararnn.stats import NewtonStats
+from pararnn_torch.apply import apart
+
+ONLY_FIRST = (
+    "newton_apply gives first derivatives in reverse mode only; take second and forward-mode derivatives through "
+    "sequential_apply (ParaRNN: solver='sequential'), a plain loop that torch differentiates as often as you like"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """What a solve needs besides its tensors."""
+
+    cell: ChannelwiseCell
+    names: tuple[str, ...]
+    config: NewtonConfig
+    xp: Any
+    stats: NewtonStats | None = None
+
+    def problem(
+        self,
+        x: torch.Tensor,
+        h0: torch.Tensor | None,
+        guess: torch.Tensor | None,
+        arrays: Sequence[torch.Tensor],
+    ) -> Problem:
+        """The problem on these tensors, none of them watched by autograd."""
+        named = {name: a.detach() for name, a in zip(self.names, arrays, strict=True)}
+        cell = self.cell._copy(self.cell.max_recurrent_norm, named)
+        h0 = None if h0 is None else h0.detach()
+        return Problem(cell, x.detach(), h0, self.config, None if guess is None else guess.detach(), self.xp)
+
+
+def without_arrays(cell: ChannelwiseCell) -> ChannelwiseCell:
+    """The cell's class, sizes and options, so that a recipe keeps no tensor alive."""
+    return cell._copy(cell.max_recurrent_norm, {})
+
+
+def tracked_solve(problem: Problem, stats: NewtonStats | None) -> torch.Tensor:
+    """The states of `problem` as a differentiable function of x, h0 and the cell's arrays."""
+    cell = problem.cell
+    recipe = Recipe(without_arrays(cell), tuple(cell.arrays), problem.config, problem.xp, stats)
+    return _Solve.apply(recipe, problem.x, problem.h0, problem.guess, *cell.arrays.values())
+
+
+def solved(problem: Problem, stats: NewtonStats | None = None) -> torch.Tensor:
+    """The states of a problem on watched-by-nobody tensors, outside autocast."""
+    with torch.no_grad(), apart(problem.device):
+        return run_newton(problem, stats)
+
+
+def pulled_back(problem: Problem, states: torch.Tensor, cotangent: torch.Tensor) -> Gradients:
+    """The adjoint of the backend that solves `problem`, outside autocast."""
+    with torch.no_grad(), apart(problem.device):
+        return choose(problem).backend.pull_back(problem, states.detach(), cotangent.detach())
+
+
+class _Solve(torch.autograd.Function):
+    """(recipe, x, h0, guess, *arrays) to states."""
+
+    @staticmethod
+    def forward(recipe: Recipe, x: Any, h0: Any, guess: Any, *arrays: Any) -> torch.Tensor:
+        return solved(recipe.problem(x, h0, guess, arrays), recipe.stats)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.recipe, x, h0, guess, *arrays = inputs
+        # A guess only says where to start; where it leads does not depend on it.
+        recompute = ctx.recipe.config.recompute
+        ctx.save_for_backward(x, h0, guess if recompute else None, None if recompute else output, *arrays)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        x, h0, guess, states, *arrays = ctx.saved_tensors
+        _, for_x, for_h0, _, *for_arrays = ctx.needs_input_grad
+        wanted = (for_x, for_h0, *for_arrays)
+        found = iter(_PullBack.apply(ctx.recipe, wanted, cotangents[0], states, x, h0, guess, *arrays))
+        grad_x, grad_h0, *grads = (next(found) if is_wanted else None for is_wanted in wanted)
+        return None, grad_x, grad_h0, None, *grads
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(ONLY_FIRST)
+
+    @staticmethod
+    def vmap(info: Any, dims: tuple[Any, ...], recipe: Recipe, x: Any, h0: Any, guess: Any, *arrays: Any) -> Any:
+        _, *dims_in = dims
+        count, operands = info.batch_size, (x, h0, guess, *arrays)
+        if any(d is not None for d in dims_in[3:]):
+            # Parameters of their own: one solve each.
+            each = [_Solve.apply(recipe, *_picked(operands, dims_in, n)) for n in range(count)]
+            return torch.stack(each), 0
+        # Shared parameters: the mapped axis is more batch.
+        front = _folded((x, h0, guess), dims_in[:3], count)
+        return _unfolded(_Solve.apply(recipe, *front, *arrays), count), 0
+
+
+class _PullBack(torch.autograd.Function):
+    """(recipe, wanted, cotangent, states, x, h0, guess, *arrays) to the wanted gradients, in the inputs' order."""
+
+    @staticmethod
+    def forward(
+        recipe: Recipe, wanted: tuple[bool, ...], cotangent: Any, states: Any, x: Any, h0: Any, guess: Any, *arrays: Any
+    ) -> tuple[torch.Tensor, ...]:
+        problem = recipe.problem(x, h0, guess, arrays)
+        found = pulled_back(problem, solved(problem) if states is None else states, cotangent)
+        every = (found.x, found.h0, *(found.params[name] for name in recipe.names))
+        like = (x, h0, *arrays)
+        return tuple(g.to(a.dtype) for g, a, is_wanted in zip(every, like, wanted, strict=True) if is_wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise RuntimeError(ONLY_FIRST)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise RuntimeError(ONLY_FIRST)
+
+    @staticmethod
+    def vmap(
+        info: Any, dims: tuple[Any, ...], recipe: Recipe, wanted: tuple[bool, ...], *operands: Any
+    ) -> tuple[Any, Any]:
+        _, _, *dims_in = dims
+        count = info.batch_size
+        if any(wanted[2:]) or any(d is not None for d in dims_in[5:]):
+            # A gradient of the parameters is a sum over the batch, so every sample needs its own.
+            each = [_PullBack.apply(recipe, wanted, *_picked(operands, dims_in, n)) for n in range(count)]
+            return tuple(torch.stack(column) for column in zip(*each, strict=True)), (0,) * sum(wanted)
+        front = _folded(operands[:5], dims_in[:5], count)
+        found = _PullBack.apply(recipe, wanted, *front, *operands[5:])
+        return tuple(_unfolded(g, count) for g in found), (0,) * sum(wanted)
+
+
+def _picked(operands: Sequence[Any], dims: Sequence[int | None], n: int) -> list[Any]:
+    """Sample n of everything that is mapped."""
+    return [a if d is None else a.select(d, n) for a, d in zip(operands, dims, strict=True)]
+
+
+def _folded(operands: Sequence[Any], dims: Sequence[int | None], count: int) -> list[Any]:
+    """The mapped axis as part of the batch axis: (N·B, …)."""
+    whole = []
+    for a, d in zip(operands, dims, strict=True):
+        if a is not None:
+            a = a.expand(count, *a.shape) if d is None else a.movedim(d, 0)
+            a = a.reshape(count * a.shape[1], *a.shape[2:])
+        whole.append(a)
+    return whole
+
+
+def _unfolded(a: torch.Tensor, count: int) -> torch.Tensor:
+    return a.reshape(count, a.shape[0] // count, *a.shape[1:])

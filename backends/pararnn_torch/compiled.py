@@ -1,0 +1,188 @@
+"""The solve and its gradient as custom operators: what torch.compile and torch.export put into a graph.
+
+An operator is opaque to the compiler, so neither the length of the sequence nor the number of iterations shows in the
+graph, and any backend may run inside. Shapes come from the fakes, gradients from the registered backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pararnn.config import NewtonConfig
+from pararnn.newton import checked_problem, run_newton
+from pararnn.problem import Problem
+from pararnn.registry import choose
+from pararnn.stats import NewtonStats
+from pararnn_torch.apply import apart, untracked
+from pararnn_torch.autograd import ONLY_FIRST, pulled_back
+from pararnn_torch.text import cell_text, config_text, read_cell, read_config
+
+# In place of a configuration's text: the time loop.
+SEQUENTIAL = "sequential"
+
+# Layers that want to know what an operator did, by ticket; a graph holds the ticket only.
+_LISTENERS: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+def ticket_for(layer: Any) -> str:
+    """A ticket; an operator that is given it sets the layer's ``last_stats``."""
+    # Counted, not random: the same script makes the same graphs, and finds them in the compiler's cache.
+    ticket = f"{next(_numbers)}"
+    _LISTENERS[ticket] = layer
+    return ticket
+
+
+def compiled_solve(
+    cell: Any,
+    arrays: Sequence[torch.Tensor],
+    x: torch.Tensor,
+    config: NewtonConfig | str,
+    *,
+    h0: torch.Tensor | None = None,
+    guess: torch.Tensor | None = None,
+    ticket: str = "",
+) -> torch.Tensor:
+    """The operator call for a solve of `cell`'s kind with these arrays; Dynamo traces this function."""
+    # Under autocast the input may come in another dtype than the cell's, in which the solve runs.
+    if x.dtype != arrays[0].dtype and torch.is_autocast_enabled(x.device.type):
+        x = x.to(arrays[0].dtype)
+    text = config if isinstance(config, str) else config_text(config)
+    return torch.ops.pararnn.solve(x, h0, guess, list(arrays), cell_text(cell), text, ticket)
+
+
+def _problem(
+    x: torch.Tensor,
+    h0: torch.Tensor | None,
+    guess: torch.Tensor | None,
+    arrays: Sequence[torch.Tensor],
+    cell: str,
+    config: str,
+) -> Problem:
+    """The checked problem, which nothing watches."""
+    blank, names = read_cell(cell)
+    full = blank._copy(blank.max_recurrent_norm, dict(zip(names, arrays, strict=True)))
+    if config == SEQUENTIAL:
+        wanted = NewtonConfig(segment_len=max(1, x.shape[1]) if x.ndim == 3 else None)
+    else:
+        wanted = read_config(config)
+    return untracked(checked_problem("newton_apply", full, x, wanted, h0, guess))
+
+
+def _run(problem: Problem, stats: NewtonStats | None = None) -> torch.Tensor:
+    """The states; a compile-safe configuration asks for no value from the device, so there are no gates."""
+    config = problem.config
+    with torch.no_grad(), apart(problem.device):
+        if config.residual_atol is not None or config.residual_fail is not None:
+            return run_newton(problem, stats)
+        states, found = choose(problem).backend.newton(problem)
+    if stats is not None:
+        stats.fill(found)
+    return states
+
+
+@torch.library.custom_op(
+    "pararnn::solve",
+    mutates_args=(),
+    schema="(Tensor x, Tensor? h0, Tensor? guess, Tensor[] arrays, str cell, str config, str ticket) -> Tensor",
+)
+def solve(
+    x: torch.Tensor,
+    h0: torch.Tensor | None,
+    guess: torch.Tensor | None,
+    arrays: Sequence[torch.Tensor],
+    cell: str,
+    config: str,
+    ticket: str,
+) -> torch.Tensor:
+    """The states of a cell of kind `cell` with these arrays."""
+    problem = _problem(x, h0, guess, arrays, cell, config)
+    stats = NewtonStats()
+    states = _run(problem, stats)
+    if (listener := _LISTENERS.get(ticket)) is not None:
+        listener.heard(stats)
+    return states.contiguous()
+
+
+@solve.register_fake
+def _(
+    x: torch.Tensor,
+    h0: torch.Tensor | None,
+    guess: torch.Tensor | None,
+    arrays: Sequence[torch.Tensor],
+    cell: str,
+    config: str,
+    ticket: str,
+) -> torch.Tensor:
+    if x.ndim != 3:
+        raise ValueError(f"newton_apply: x must have 3 axes (B, T, I), got shape {tuple(x.shape)}")
+    blank, _names = read_cell(cell)
+    return x.new_empty((x.shape[0], x.shape[1], *blank.state_shape))
+
+
+@torch.library.custom_op(
+    "pararnn::pull_back",
+    mutates_args=(),
+    schema="(Tensor cotangent, Tensor? states, Tensor x, Tensor? h0, Tensor? guess, Tensor[] arrays, str cell, "
+    "str config) -> Tensor[]",
+)
+def pull_back(
+    cotangent: torch.Tensor,
+    states: torch.Tensor | None,
+    x: torch.Tensor,
+    h0: torch.Tensor | None,
+    guess: torch.Tensor | None,
+    arrays: Sequence[torch.Tensor],
+    cell: str,
+    config: str,
+) -> list[torch.Tensor]:
+    """Gradients of x, h0 and the arrays; where there is no h0, something empty stands for its gradient."""
+    problem = _problem(x, h0, guess, arrays, cell, config)
+    if config == SEQUENTIAL:
+        # Whoever ran the loop, the adjoint of its states may run over segments.
+        problem = replace(problem, config=NewtonConfig())
+    found = pulled_back(problem, _run(problem) if states is None else states, cotangent)
+    grads = [found.x, x.new_empty(0) if h0 is None else found.h0, *(found.params[name] for name in problem.cell.arrays)]
+    return [g.to(a.dtype).contiguous() for g, a in zip(grads, (x, x if h0 is None else h0, *arrays), strict=True)]
+
+
+@pull_back.register_fake
+def _(
+    cotangent: torch.Tensor,
+    states: torch.Tensor | None,
+    x: torch.Tensor,
+    h0: torch.Tensor | None,
+    guess: torch.Tensor | None,
+    arrays: Sequence[torch.Tensor],
+    cell: str,
+    config: str,
+) -> list[torch.Tensor]:
+    return [a.new_empty(a.shape) for a in (x, x.new_empty(0) if h0 is None else h0, *arrays)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, h0, guess, arrays, ctx.cell, ctx.config, _ticket = inputs
+    recompute = ctx.config != SEQUENTIAL and read_config(ctx.config).recompute
+    ctx.save_for_backward(x, h0, guess if recompute else None, None if recompute else output, *arrays)
+
+
+def _backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
+    x, h0, guess, states, *arrays = ctx.saved_tensors
+    grad_x, grad_h0, *grads = torch.ops.pararnn.pull_back(
+        cotangent, states, x, h0, guess, arrays, ctx.cell, ctx.config
+    )
+    return grad_x, None if h0 is None else grad_h0, None, grads, None, None, None
+
+
+def _refuse(ctx: Any, *cotangents: Any) -> Any:
+    raise RuntimeError(ONLY_FIRST)
+
+
+solve.register_autograd(_backward, setup_context=_keep)
+pull_back.register_autograd(_refuse)

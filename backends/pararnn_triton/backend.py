@@ -1,0 +1,163 @@
+"""TritonBackend: channelwise problems on CUDA tensors, one generated kernel forward and two backward."""
+
+from __future__ import annotations
+
+from pararnn.adjoint import Gradients, collect_gradients
+from pararnn.arrays import Array, dtype_name, namespace_name
+from pararnn.backend import Backend
+from pararnn.engine import ArrayEngine
+from pararnn.lyapunov import largest_exponent
+from pararnn.problem import Problem
+from pararnn.programs import programs_of
+from pararnn.solve import tolerance
+from pararnn.stats import NewtonStats
+from pararnn_triton.environment import environment_sentence
+from pararnn_triton.interpreter import interpreting
+from pararnn_triton.shape import Shape, choose_shape
+
+# Launches of the forward kernel at most: the first pass and this many corrections less one, then the exact finish.
+DEFAULT_PASSES = 3
+
+
+class TritonBackend(Backend):
+    """Segments with corrections on the device, or one time loop in a kernel where channels fill the chip."""
+
+    name = "triton"
+    priority = 40
+
+    def probe(self) -> str | None:
+        return environment_sentence()
+
+    def accepts(self, problem: Problem) -> str | None:
+        if namespace_name(problem.xp) != "torch":
+            return f"it takes torch tensors, and these are {namespace_name(problem.xp)}'s"
+        if problem.x.device.type != "cuda" and not interpreting():
+            return f"it takes CUDA tensors, and these are on {problem.x.device}"
+        name = dtype_name(problem.dtype)
+        if name == "float64":
+            return "its kernels compute in float32; float64 runs on the array backend"
+        if name == "bfloat16" and problem.x.device.type == "cuda":
+            import torch
+
+            major, minor = torch.cuda.get_device_capability(problem.x.device)
+            if major < 8:
+                return f"bfloat16 needs compute capability 8.0, this card has {major}.{minor}; use float16 or float32"
+        config = problem.config
+        if config.max_iters is not None or config.newton_iters_by_t is not None:
+            return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
+        if problem.guess is not None or config.exact or config.coords == "log" or config.jac_structure is not None:
+            return "guess, exact, coords='log' and jac_structure are options of the array solver"
+        return super().accepts(problem)
+
+    def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
+        from pararnn_triton.launch import run_forward
+
+        shape = _shape(problem)
+        tol = tolerance(problem.config, problem)
+        batch, time, _, _ = problem.shape
+        stats = NewtonStats(
+            scan_backend=self.name,
+            path="segments" if shape.segments > 1 else "sequential",
+            segment_len=shape.length,
+            segments=shape.segments,
+            windows=1,
+            passes=shape.passes,
+            iters=shape.passes - 1,
+            reason=_reason(shape),
+        )
+        if not batch or not time:
+            stats.max_residual = stats.agreement_estimate = 0.0
+            stats.exact = stats.converged = True
+            return problem.xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device), stats
+        accept = 5.0 * tol
+        states, estimate = run_forward(
+            programs_of(problem.cell), _gates(problem), _h0(problem), _params(problem), shape, tol, accept
+        )
+        states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
+        # Read only when asked for: reading waits for the device.
+        stats.later(
+            agreement_estimate=lambda: float(estimate.max()),
+            max_residual=lambda: float(estimate.max()),
+            exact=lambda: not bool((estimate != 0).any()),
+            converged=lambda: bool((estimate <= accept).all()),
+            lyapunov=lambda: largest_exponent(problem, states, ArrayEngine(problem.xp)),
+        )
+        return states, stats
+
+    def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
+        from pararnn_triton.launch import run_backward
+
+        cell = problem.cell
+        batch, time, features, width = problem.shape
+        slots = (batch, time, cell.state_slots, width)
+        gates = _gates(problem)
+        d_gates, d_params, d_h0 = run_backward(
+            programs_of(cell),
+            gates,
+            _h0(problem),
+            _params(problem),
+            states.reshape(slots).contiguous(),
+            cotangent.reshape(slots).to(problem.dtype).contiguous(),
+            _shape(problem),
+        )
+        flat = d_gates.reshape(batch * time, -1)
+        d_x = (flat @ cell.W_x.weight).reshape(batch, time, features)
+        d_weight = flat.T @ problem.x.reshape(batch * time, features)
+        grads = collect_gradients(problem, list(d_params), d_weight, flat.sum(dim=0))
+        return Gradients(d_x, grads, d_h0.reshape(batch, *cell.state_shape).to(problem.dtype))
+
+    def describe(self, problem: Problem) -> dict[str, object]:
+        shape = _shape(problem)
+        return {
+            "path": "segments" if shape.segments > 1 else "sequential",
+            "segment_len": shape.length,
+            "segments": shape.segments,
+            "passes": shape.passes,
+            "reason": _reason(shape),
+        }
+
+
+def _reason(shape: Shape) -> str:
+    if shape.segments == 1:
+        return "one kernel loops over time: the channels keep the memory busy, or the sequence is short"
+    return f"segments of {shape.length} fill the chip; up to {shape.passes} launches, ended early on the device"
+
+
+def _shape(problem: Problem) -> Shape:
+    batch, time, _, width = problem.shape
+    config = problem.config
+    return choose_shape(
+        batch,
+        time,
+        width,
+        segment_len=config.segment_len,
+        warmup=config.warmup,
+        passes=config.max_passes or DEFAULT_PASSES,
+        long_memory=problem.cell.solve_cell().picard_start,
+    )
+
+
+def _gates(problem: Problem):
+    """The gate inputs (B, T, G, D) in the dtype of the input."""
+    import torch
+
+    batch, time, _, width = problem.shape
+    projected = torch.nn.functional.linear(problem.x, *problem.cell.W_x)
+    return projected.reshape(batch, time, len(problem.cell.gates), width)
+
+
+def _params(problem: Problem):
+    """The clamped params (P, D) in float32."""
+    import torch
+
+    values = problem.cell.recurrent(problem.xp, torch.float32)
+    return torch.stack(values) if values else problem.x.new_zeros((1, problem.cell.d_h), dtype=torch.float32)
+
+
+def _h0(problem: Problem):
+    import torch
+
+    if problem.h0 is None:
+        return None
+    batch, _, _, width = problem.shape
+    return problem.h0.to(torch.float32).reshape(batch, problem.cell.state_slots, width).contiguous()

@@ -1,0 +1,205 @@
+"""The forward kernel: one template for every cell, filled by printing the cell's programs.
+
+One program (thread block) runs one segment of `BD` channels. On the first launch it guesses its start by warm-up steps;
+the program of a channel block that arrives last joins the segments: it tests the joints, corrects the starts, and says
+whether a further launch is needed. On the last launch it walks, in order and exactly, what is still open. With one
+segment the kernel is the plain time loop. Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from pararnn.programs import StepPrograms
+from pararnn_triton.print_triton import indent, running_loop, statements
+
+# Rows loaded ahead of their use, in the time loop and in the loop over joints.
+GROUP, JOINT_GROUP = 4, 8
+
+_HEAD = '''@triton.jit(do_not_specialize=["T", "L", "C", "W"])
+def forward(gates, h0, weights, states, starts, ends, prods, grows, sizes, counters, dirty, opened, estimate,
+            B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr,
+            LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, MERGE: tl.constexpr):
+    blocks = tl.cdiv(D, BD)
+    pid = tl.program_id(0)
+    block = pid % blocks
+    c = (pid // blocks) % C
+    b = (pid // blocks // C).to(tl.int64)
+    lane = block * BD + tl.arange(0, BD)
+    mask = lane < D
+    group = b * blocks + block
+    begin = c * L
+    stop = tl.minimum(begin + L, T)
+'''
+
+
+def forward_source(programs: StepPrograms) -> str:
+    """Triton source of the kernel ``forward`` for one cell."""
+    size, gates = programs.size, programs.gate_names
+    prev = programs.prev_names
+    m_names, g_names = programs.m.flat, [f"G_{i}_{j}" for i, j in programs.m.where]
+    z_names = [f"z_{s}" for s in programs.slots]
+    lines: list[str] = []
+    lines += [f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)]
+
+    def gate(k: int, row: str, ok: str) -> str:
+        return f"tl.load(gates + ((b * T + {row}) * {len(gates)} + {k}) * D + lane, mask={ok}, other=0.0).to(tl.float32)"
+
+    gate_loads = [(name, gate(k, "ROW", "OK")) for k, name in enumerate(gates)]
+
+    def joint(array: str, k: int, row: str) -> str:
+        return f"{array} + (({k} * B + b) * C + {row}) * D + lane"
+
+    def state_at(s: int, row: str) -> str:
+        return f"states + ((b * T + {row}) * {size} + {s}) * D + lane"
+
+    def store_states(row: str) -> list[str]:
+        return [f"tl.store({state_at(s, row)}, {name}, mask=mask)" for s, name in enumerate(prev)]
+
+    advance = statements(programs.advance.program, prev)
+    grow = statements(programs.advance_tangent.program, [*prev, *m_names, *g_names])
+    measure = [f"{z} = maximum({z}, tl.abs({s}))" for z, s in zip(z_names, prev, strict=True)]
+
+    # The start: the true one for segment 0, warm-up for the others on the first launch, the joined one afterwards.
+    first = [f"{name} = tl.zeros([BD], tl.float32)" for name in prev]
+    from_h0 = [
+        f"{name} = tl.load(h0 + (b * {size} + {s}) * D + lane, mask=mask, other=0.0).to(tl.float32)"
+        for s, name in enumerate(prev)
+    ]
+    first += ["if HAS_H0:", "    if c == 0:", *indent(from_h0, 2)]
+    warm = ["ahead = tl.where(c > 0, tl.minimum(W, begin), 0)"]
+    warm += running_loop(gate_loads, lambda row: advance, first="begin - ahead", count="ahead", step=1, group=GROUP)
+    warm += [f"tl.store({joint('starts', s, 'c')}, {name}, mask=mask)" for s, name in enumerate(prev)]
+    first += ["if MANY:", *indent(warm)]
+    again = [f"{name} = tl.load({joint('starts', s, 'c')}, mask=mask, other=0.0)" for s, name in enumerate(prev)]
+    lines += [
+        "run = 1",
+        "if not FIRST:",
+        "    if tl.load(opened + group) == 0:",
+        "        return",
+        "    run = tl.load(dirty + (b * C + c) * blocks + block)",
+        "if FIRST:",
+        *indent(first),
+        "else:",
+        *indent(again),
+    ]
+
+    # The pass.
+    one = "tl.full([BD], 1.0, tl.float32)"
+    ready = [f"{n} = {one if i == j else 'tl.zeros([BD], tl.float32)'}" for n, (i, j) in zip(m_names, programs.m.where, strict=True)]
+    ready += [f"{g} = tl.abs({n})" for g, n in zip(g_names, m_names, strict=True)]
+    ready += [f"{z} = tl.abs({s})" for z, s in zip(z_names, prev, strict=True)]
+    run_tangent = ready + running_loop(
+        gate_loads, lambda row: [*grow, *measure, *store_states(row)], first="begin", count="(stop - begin)", step=1, group=GROUP
+    )
+    for array, names in (("ends", prev), ("prods", m_names), ("grows", g_names), ("sizes", z_names)):
+        run_tangent += [f"tl.store({joint(array, k, 'c')}, {n}, mask=mask)" for k, n in enumerate(names)]
+    plain = running_loop(
+        gate_loads, lambda row: [*advance, *store_states(row)], first="begin", count="(stop - begin)", step=1, group=GROUP
+    )
+    lines += ["if MANY:", "    if run != 0:", *indent(run_tangent, 2), "else:", *indent(plain)]
+
+    lines += ["if MANY:", *indent(_join(programs, joint, state_at, gate, advance, m_names, g_names, z_names))]
+    return _HEAD + "\n".join(indent(lines)) + "\n"
+
+
+def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -> list[str]:
+    """What the program that arrives last does for its channel block."""
+    size, slots, prev = programs.size, programs.slots, programs.prev_names
+    fresh = ", cache_modifier='.cg'"
+    loads = [(n, f"tl.load({joint('prods', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, n in enumerate(m_names)]
+    loads += [(n, f"tl.load({joint('grows', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, n in enumerate(g_names)]
+    loads += [(n, f"tl.load({joint('sizes', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, n in enumerate(z_names)]
+    loads += [(f"e_{s}", f"tl.load({joint('ends', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, s in enumerate(slots)]
+    loads += [
+        (f"b_{s}", f"tl.load({joint('starts', k, '(ROW + 1)')}, mask=OK & (ROW + 1 < C), other=0.0{fresh})")
+        for k, s in enumerate(slots)
+    ]
+    zero = "tl.zeros([BD], tl.float32)"
+    start = [f"{letter}_{s} = {zero}" for letter in ("d", "n", "worst", "moved") for s in slots]
+    start += [f"scale_{s} = tl.full([BD], 1e-6, tl.float32)" for s in slots]
+    start += ["exact = mask", "any_open = 0"]
+    for k, (s, bound) in enumerate(zip(slots, programs.bounds, strict=True)):
+        if bound is not None:
+            start.append(f"first_{s} = tl.load({joint('starts', k, '0')}, mask=mask, other=0.0{fresh})")
+            start.append(f"lo_{s} = tl.minimum(first_{s}, {bound[0]})")
+            start.append(f"hi_{s} = tl.maximum(first_{s}, {bound[1]})")
+
+    def weighted(i: int, term: str) -> str:
+        parts = [f"{g} * {term.format(slots[j])}" for g, (row, j) in zip(g_names, programs.m.where, strict=True) if row == i]
+        return " + ".join(parts)
+
+    new = [f"w_{s}" for s in slots]
+
+    def body(row: str) -> list[str]:
+        lines = []
+        for i, s in enumerate(slots):
+            # After the last segment stands its own end.
+            lines.append(f"b_{s} = tl.where({row} + 1 < C, b_{s}, e_{s})")
+            lines.append(f"exact = exact & ((b_{s} == e_{s}) | ((b_{s} != b_{s}) & (e_{s} != e_{s})))")
+            lines.append(f"scale_{s} = maximum(scale_{s}, z_{s})")
+            lines.append(f"f_{s} = EPS * maximum(z_{s}, {weighted(i, 'z_{}')})")
+        for i, s in enumerate(slots):
+            lines.append(f"moved_{s} = maximum(moved_{s}, {weighted(i, 'tl.abs(d_{})')})")
+            lines.append(f"worst_{s} = maximum(worst_{s}, {weighted(i, '(tl.abs(d_{0}) + n_{0})')} + f_{s})")
+        lines += statements(
+            programs.correct.program, [*(f"d_{s}" for s in slots), *(f"n_{s}" for s in slots), *new]
+        )
+        write = ["changed = tl.zeros([BD], tl.int32)"]
+        for k, s in enumerate(slots):
+            write.append(f"changed = tl.where(w_{s} != b_{s}, 1, changed)")
+            write.append(f"tl.store({joint('starts', k, f'({row} + 1)')}, w_{s}, mask=mask)")
+        write.append("changed = tl.where(mask, changed, 0)")
+        write.append(f"tl.store(dirty + (b * C + {row} + 1) * blocks + block, tl.max(changed, axis=0))")
+        return [*lines, "if not LAST:", f"    if {row} + 1 < C:", *indent(write, 2)]
+
+    scan = start + running_loop(loads, body, first="0", count="C", step=1, group=JOINT_GROUP)
+    scan += ["good = mask", "error = tl.zeros([BD], tl.float32)"]
+    for s in slots:
+        scan.append(f"good = good & (moved_{s} <= tol * scale_{s}) & (worst_{s} <= accept * scale_{s})")
+        scan.append(f"error = maximum(error, worst_{s} / scale_{s})")
+    scan += [
+        "error = tl.where(exact, 0.0, error)",
+        "any_open = tl.max(tl.where(mask & ~(good | exact), 1, 0), axis=0)",
+        "tl.store(opened + group, any_open)",
+        "tl.store(dirty + b * C * blocks + block, 0)",
+        "tl.store(counters + group, 0)",
+    ]
+    scan += ["if LAST:", "    if any_open != 0:", *indent(_walk(programs, joint, state_at, gate, advance), 2)]
+    scan.append("tl.store(estimate + b * D + lane, error, mask=mask)")
+    return [
+        "tl.debug_barrier()",
+        "arrived = tl.atomic_add(counters + group, 1, sem='acq_rel')",
+        "if arrived == C - 1:",
+        *indent(scan),
+    ]
+
+
+def _walk(programs, joint, state_at, gate, advance) -> list[str]:
+    """The exact finish: segments in order, re-run from the true start until they meet what is stored already."""
+    slots, prev = programs.slots, programs.prev_names
+    fresh = ", cache_modifier='.cg'"
+    lines = [f"{p} = tl.load({joint('starts', k, '0')}, mask=mask, other=0.0{fresh})" for k, p in enumerate(prev)]
+    step = [f"{name} = {gate(k, 'row', 'mask')}" for k, name in enumerate(programs.gate_names)]
+    step += advance
+    step.append("apart = tl.zeros([BD], tl.int32)")
+    for k, p in enumerate(prev):
+        step.append(f"old_{k} = tl.load({state_at(k, 'row')}, mask=mask, other=0.0{fresh}).to(tl.float32)")
+        step.append(f"apart = tl.where(({p} == old_{k}) | (({p} != {p}) & (old_{k} != old_{k})), apart, 1)")
+        step.append(f"tl.store({state_at(k, 'row')}, {p}, mask=mask)")
+    step += ["row += 1", "if MERGE:", "    running = tl.max(tl.where(mask, apart, 0), axis=0)"]
+    here = ["apart = tl.zeros([BD], tl.int32)"]
+    for k, (s, p) in enumerate(zip(slots, prev, strict=True)):
+        here.append(f"old_{k} = tl.load({joint('starts', k, 'cc')}, mask=mask, other=0.0{fresh})")
+        here.append(f"apart = tl.where(({p} == old_{k}) | (({p} != {p}) & (old_{k} != old_{k})), apart, 1)")
+        here.append(f"e_{s} = tl.load({joint('ends', k, 'cc')}, mask=mask, other=0.0{fresh})")
+    here += [
+        "running = tl.max(tl.where(mask, apart, 0), axis=0)",
+        "row = cc * L",
+        "finish = tl.minimum(row + L, T)",
+        "while (row < finish) & (running != 0):",
+        *indent(step),
+    ]
+    # Met before the end, or never apart: the stored end is the true one.
+    here += [f"{p} = tl.where(running == 0, e_{s}, {p})" for s, p in zip(slots, prev, strict=True)]
+    lines += ["running = 0", "row = 0", "for cc in range(0, C):", *indent(here)]
+    lines.append("error = tl.zeros([BD], tl.float32)")
+    return lines

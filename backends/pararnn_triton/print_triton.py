@@ -1,0 +1,115 @@
+"""Prints a program's instructions as Triton statements, and loops whose loads run ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pararnn.graph import Program
+
+_FORMS = {
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "div": "{0} / {1}",
+    "neg": "-{0}",
+    "pow": "power({0} + 0.0, {1} + 0.0)",
+    "exp": "tl.exp({0})",
+    "expm1": "expm1({0})",
+    "log": "tl.log({0})",
+    "log1p": "log1p({0})",
+    "sqrt": "tl.sqrt({0})",
+    "tanh": "tanh({0})",
+    "sigmoid": "sigmoid({0})",
+    "sin": "tl.sin({0})",
+    "cos": "tl.cos({0})",
+    "abs": "tl.abs({0})",
+    "sign": "sign({0})",
+    "logaddexp": "logaddexp({0}, {1})",
+    "maximum": "maximum({0}, {1})",
+    "minimum": "minimum({0}, {1})",
+    "less": "{0} < {1}",
+    "less_equal": "{0} <= {1}",
+    "greater": "{0} > {1}",
+    "greater_equal": "{0} >= {1}",
+    "equal": "{0} == {1}",
+    "where": "tl.where({0}, {1}, {2})",
+}
+
+
+def _number(value: float) -> str:
+    text = repr(value)
+    return f'float("{text}")' if "inf" in text or "nan" in text else text
+
+
+def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] | None = None) -> list[str]:
+    """Assignments that compute `outputs` (variable names) from the program's inputs.
+
+    `inputs` renames inputs to other variables. Every output is assigned last, so an output may share a name with an
+    input: all are computed before any is overwritten.
+    """
+    renamed = inputs or {}
+
+    def ref(value: str | float) -> str:
+        if not isinstance(value, str):
+            return _number(value)
+        return renamed.get(value, value)
+
+    lines = [
+        f"{i.target} = {_FORMS[i.op].format(*(ref(a) for a in i.args))}" for i in program.instructions
+    ]
+    pairs = [(name, ref(value)) for name, value in zip(outputs, program.outputs, strict=True)]
+    pairs = [(name, value) for name, value in pairs if name != value]
+    targets = {name for name, _ in pairs}
+    # A value that is itself about to be overwritten is set aside first.
+    for k, (name, value) in enumerate(pairs):
+        if value in targets:
+            lines.append(f"keep{k} = {value}")
+            pairs[k] = (name, f"keep{k}")
+    for name, value in pairs:
+        is_number = not value.isidentifier()
+        lines.append(f"{name} = tl.full([BD], {value}, tl.float32)" if is_number else f"{name} = {value}")
+    return lines
+
+
+def indent(lines: Sequence[str], depth: int = 1) -> list[str]:
+    return ["    " * depth + line for line in lines]
+
+
+def running_loop(
+    loads: Sequence[tuple[str, str]],
+    body: Callable[[str], list[str]],
+    *,
+    first: str,
+    count: str,
+    step: int,
+    group: int,
+) -> list[str]:
+    """A loop over `count` rows from `first` on, forwards (step 1) or backwards (-1).
+
+    `loads` are (variable, load expression in ROW and OK) pairs. They are issued a whole group of rows before the group
+    that uses them, so that the latency of memory hides behind the arithmetic of `group` steps. `body` gives the
+    statements for one row, whose number is in the named variable.
+    """
+
+    def issue(prefix: str, row: str, ok: str) -> list[str]:
+        return [f"{prefix}{name} = {text.replace('ROW', row).replace('OK', ok)}" for name, text in loads]
+
+    sign = "+" if step > 0 else "-"
+    lines = [f"whole = ({count}) // {group}"]
+    for u in range(group):
+        lines += issue(f"next{u}_", f"(({first}) {sign} {u})", "(mask & (whole > 0))")
+    lines.append("for turn in range(0, whole):")
+    inner = [f"{name} = next{u}_{name[len(f'now{u}_'):]}" for u in range(group) for name in (f"now{u}_{n}" for n, _ in loads)]
+    inner.append(f"base = ({first}) {sign} turn * {group}")
+    for u in range(group):
+        inner += issue(f"next{u}_", f"(base {sign} {group + u})", "(mask & (turn + 1 < whole))")
+    for u in range(group):
+        inner += [f"{name} = now{u}_{name}" for name, _ in loads]
+        inner.append(f"row = base {sign} {u}")
+        inner += body("row")
+    lines += indent(inner)
+    lines.append(f"for rest in range(whole * {group}, {count}):")
+    inner = [f"row = ({first}) {sign} rest"]
+    inner += issue("", "row", "mask")
+    inner += body("row")
+    return lines + indent(inner)

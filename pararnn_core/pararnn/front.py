@@ -1,0 +1,54 @@
+"""A front: the part of a solve in which an array library itself takes part, found by the library of the input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pararnn.arrays import Array
+
+if TYPE_CHECKING:
+    from pararnn.config import NewtonConfig
+    from pararnn.problem import Problem
+    from pararnn.stats import NewtonStats
+
+
+class Front:
+    """Stands before the solve for the arrays of one library: its autograd, its transformations, its compiler.
+
+    Which backend then runs is another matter: a front runs the problem with ``run_newton``, which chooses. A backend
+    sets ``front`` to bring one along. Every method takes what the public function of its name takes.
+    """
+
+    # Top-level packages that define the library's array types.
+    packages: tuple[str, ...] = ()
+
+    def newton_apply(
+        self,
+        cell: Any,
+        x: Array,
+        config: NewtonConfig | None,
+        *,
+        h0: Array | None,
+        guess: Array | None,
+        stats: NewtonStats | None,
+    ) -> Array:
+        raise NotImplementedError
+
+    def sequential_apply(self, cell: Any, x: Array, h0: Array | None) -> Array:
+        raise NotImplementedError
+
+    def untracked(self, problem: Problem) -> Problem:
+        """The same numbers, cut off from automatic differentiation."""
+        return problem
+
+
+# By package; filled when backends are found or registered.
+FRONTS: dict[str, Front] = {}
+
+
+def front_of(x: Any) -> Front | None:
+    """The front for the library of `x`, if it has one."""
+    # An import and not a call: a compiler that traces this function runs it instead of looking inside.
+    import pararnn.find_backends  # noqa: F401
+
+    return FRONTS.get(type(x).__module__.partition(".")[0])
