@@ -47,7 +47,7 @@ def targets():
     return target
 
 
-@pytest.mark.parametrize(("name", "instance"), cases())
+@pytest.mark.parametrize(("name", "instance"), list(cases()))
 def test_keeps_the_contract(targets, name, instance):
     try:
         failure = failure_of(instance, targets(name))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -167,6 +168,18 @@ def test_a_guess_of_another_shape_or_dtype_is_refused_and_a_good_one_changes_no_
     _, far = solve(cell, x, NewtonConfig(segment_len=7), guess=wild)
     _, near = solve(cell, x, NewtonConfig(segment_len=7), guess=wanted)
     assert near.passes < far.passes, "a guess at the solution must save passes"
+
+
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e300])
+def test_a_guess_that_is_no_number_costs_time_and_nothing_else(kind, bad):
+    cell, x = problem(kind, 60, dtype=np.float64)
+    wanted = sequential_apply(cell, x)
+    for more in ({}, {"exact": True}, {"chunk_len": 20}):
+        config = NewtonConfig(segment_len=7, **more)
+        with np.errstate(all="raise"):
+            got, stats = solve(cell, x, config, guess=np.full_like(wanted, bad))
+        assert stats.converged and error_of(cell, got, wanted) < 1e-10
 
 
 # --- libraries and devices ------
@@ -404,7 +417,18 @@ def test_a_bad_h0_spoils_its_own_channel_only(kind):
         assert np.isnan(got[1, :, ..., 2]).all() and np.isnan(got).sum() == np.isnan(got[1, :, ..., 2]).size
 
 
-# --- the caller's error state ------
+# --- the caller's surroundings ------
+
+
+def test_calls_from_several_threads_do_not_disturb_each_other():
+    jobs = [(*problem(kind, 200, seed=seed), WAYS[way]) for kind in CELLS for seed in range(2) for way in WAYS]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        alone = [newton_apply(cell, x, config) for cell, x, config in jobs]
+        with ThreadPoolExecutor(4) as pool:
+            together = list(pool.map(lambda job: newton_apply(*job), jobs * 2))
+    for got, wanted in zip(together, alone * 2, strict=True):
+        np.testing.assert_array_equal(got, wanted)
 
 
 def test_the_callers_error_state_is_kept_even_when_a_solve_raises():

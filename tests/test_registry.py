@@ -282,3 +282,16 @@ def test_choosing_has_no_side_effects():
     made = make_problem("test", cell, x)
     assert choose(made).backend is choose(made).backend
     assert choose(made).refusals == choose(made).refusals
+
+
+@pytest.mark.parametrize("fields", [{"coords": "log"}, {"jac_structure": "dense"}, {"picard_iters": 1}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"max_iters": 2}, {"segment_len": 4}], ids=str)
+def test_an_order_that_the_cell_cannot_follow_is_refused_by_every_backend(fields, more):
+    cell, x = problem(ParaGRU, 12)
+    named = [name for name, backend in backends().items() if not isinstance(backend, str) and not backend.probe()]
+    assert {"numpy", "array"} <= set(named)
+    for name in ("auto", *named):
+        config = NewtonConfig(scan_backend=name, **fields, **more)
+        for run in (newton_apply, newton_vjp, explain):
+            with pytest.raises((TypeError, ValueError), match=f"{next(iter(fields))}|{name}.*cannot solve"):
+                run(cell, x, config)

@@ -111,7 +111,7 @@ def run_loop(
     example = next(a for a in (*parts[0].rows, *parts[0].kept, *parts[0].stored))
     batch, _, lanes = example.shape
     double = example.dtype == np.float64
-    width = block_width(lanes, double, exact or double)
+    width = block_width(lanes, double, exact)
     form = Form(
         width=width,
         full=lanes >= width,

@@ -155,6 +155,15 @@ class _Block:
         code, math, mask, form = self.code, self.math, self.mask, self.form
         with code.loop("steps", ir.Constant(I64, 0), count, carried=values) as step:
             row = code.b.add(first, code.b.mul(step.index, code.argument(7)))
+            import os
+            ahead = int(os.environ.get("AHEAD", "0"))
+            if ahead:
+                later = code.b.add(row, self.times(code.argument(7), ahead))
+                for place in self.rows:
+                    code.prefetch(self.at(place, later), form.width, False)
+                if os.environ.get("AHEADW"):
+                  for place in (*self.kept, *self.stored):
+                    code.prefetch(self.at(place, later), form.width, True)
             read = [math.load(self.at(p, row), mask) for p in self.rows]
             read[form.projected[0] : form.projected[0]] = projected(step.index)
             new, stores, totals = self.step(step.values, read)

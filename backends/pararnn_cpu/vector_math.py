@@ -1,31 +1,95 @@
 """exp, tanh, log and their kin as vector instructions: no library calls, no branches.
 
-Single precision uses short polynomials after range reduction, accurate to 4 units in the last place and usually 1 (a
-test measures it); double precision calls the C library lane by lane and is as accurate as that. NaN stays NaN,
-infinities and denormal results are right.
+Short polynomials after range reduction, accurate to 4 units in the last place and usually 1 (a test measures it). NaN
+stays NaN, infinities and denormal results are right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from llvmlite import ir
 
 _F32, _F64, _I32, _I64 = ir.FloatType(), ir.DoubleType(), ir.IntType(32), ir.IntType(64)
 
-# Minimax fits, rounded to float32: (exp(r) - 1 - r) / r² relative to exp(r) - 1, for |r| ≤ ln(2)/2,
-EXP_TAIL = (0.49999997, 0.16666546, 0.04166744, 0.008366251, 0.001387028)
-# and (log(1+r) - r + r²/2) / r³ for √½ ≤ 1 + r ≤ √2.
-LOG_TAIL = (0.33333328, -0.25000298, 0.20001468, -0.16642247, 0.14202175, -0.12972239, 0.12712307, -0.08101559)
-LN2_HIGH, LN2_LOW, LOG2_E = 0.693359375, -2.12194440e-4, 1.4426950408889634
-# Added to a number below 2^22, it leaves the nearest integer in the low bits of the sum.
-ROUND, ROUND_BITS = 12582912.0, 0x4B400000
-# Below the first exp is 0 in float32, above the second it is infinite.
-EXP_ZERO, EXP_INFINITE = -104.0, 89.0
-# Beyond these, 2^n is no normal number, and the functions have long met their limits: exp(-x) is infinite, or nothing
-# beside 1, and tanh is ±1.
-SIGMOID_ZERO, SIGMOID_ONE, TANH_ONE = -88.37, 80.0, 40.0
+LOG2_E = 1.4426950408889634
+INF = float("inf")
+# Beyond it tanh is 1, long before exp(2x) grows too large.
+TANH_ONE = 40.0
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the functions know of a precision.
+
+    Attributes:
+        exp_tail: minimax fit of (exp(r) - 1 - r) / r² for |r| ≤ ln(2)/2.
+        log_tail: of (log((1+s)/(1-s))/s - 2) / s² in s², for √½ ≤ (1+s)/(1-s) ≤ √2.
+        ln2: ln(2) as a sum whose first term has few bits, so that its product with an exponent is exact.
+        mantissa, bias: bits of the mantissa, and the exponent of 1.
+        exp_zero, exp_infinite: below the first exp is 0, above the second it is infinite.
+        sigmoid_zero, sigmoid_one: outside these, exp(-x) is infinite, or nothing beside 1.
+        smallest: the smallest normal number.
+        sqrt_half: the bits of √½.
+    """
+
+    exp_tail: tuple[float, ...]
+    log_tail: tuple[float, ...]
+    ln2: tuple[float, float]
+    mantissa: int
+    bias: int
+    exp_zero: float
+    exp_infinite: float
+    sigmoid_zero: float
+    sigmoid_one: float
+    smallest: float
+    sqrt_half: int
+
+    @property
+    def rounder(self) -> float:
+        """Added to a number below 2^(mantissa-1), it leaves the nearest integer in the low bits of the sum."""
+        return 1.5 * 2.0**self.mantissa
+
+    @property
+    def rounder_bits(self) -> int:
+        return (self.bias + self.mantissa << self.mantissa) + (1 << self.mantissa - 1)
+
+
+SINGLE = Numbers(
+    exp_tail=(0.49999997, 0.16666546, 0.04166744, 0.008366251, 0.001387028),
+    log_tail=(0.66666667, 0.40000122, 0.28550779, 0.23331614),
+    ln2=(0.693359375, -2.12194440e-4),
+    mantissa=23,
+    bias=127,
+    exp_zero=-104.0,
+    exp_infinite=89.0,
+    sigmoid_zero=-88.37,
+    sigmoid_one=80.0,
+    smallest=2.0**-126,
+    sqrt_half=0x3F3504F3,
+)
+DOUBLE = Numbers(
+    exp_tail=(
+        0.5, 0.16666666666666667453, 0.041666666666624127873, 0.0083333333333300618325, 0.0013888888917213716901,
+        0.00019841269863053616878, 0.000024801521295954375131, 2.7557268459997064772e-6, 2.762008844540974816e-7,
+        2.5100385495510319077e-8,
+    ),
+    log_tail=(
+        0.66666666666666697077, 0.39999999999898890514, 0.28571428626253837606, 0.22222211089379496214,
+        0.181828924325368712, 0.15331611722055007897, 0.14617807153417324815,
+    ),
+    ln2=(0.693147180369123816490, 1.90821492927058770002e-10),
+    mantissa=52,
+    bias=1023,
+    exp_zero=-746.0,
+    exp_infinite=710.0,
+    sigmoid_zero=-709.43,
+    sigmoid_one=700.0,
+    smallest=2.0**-1022,
+    sqrt_half=0x3FE6A09E667F3BCD,
+)  # fmt: skip
 
 
 class VectorMath:
@@ -34,6 +98,7 @@ class VectorMath:
     def __init__(self, builder: ir.IRBuilder, module: ir.Module, width: int, double: bool, fma: bool) -> None:
         self.b, self.module, self.width, self.double, self.has_fma = builder, module, width, double, fma
         self.scalar = _F64 if double else _F32
+        self.numbers = DOUBLE if double else SINGLE
         self.vector = ir.VectorType(self.scalar, width)
         self.integers = ir.VectorType(_I64 if double else _I32, width)
 
@@ -121,44 +186,49 @@ class VectorMath:
         return out
 
     def _reduced(self, x: Any, scaled: Any) -> tuple[Any, Any]:
-        """For x, and x·log2(e) rounded to an integer n by adding ROUND: exp(x - n·ln 2) - 1, and the bits that hold n."""
+        """For x, and x·log2(e) rounded to an integer n by adding the rounder: exp(x - n·ln 2) - 1, and n's bits."""
         b = self.b
-        n = b.fsub(scaled, self.const(ROUND))
-        r = self.fma(n, self.const(-LN2_HIGH), x)
-        r = self.fma(n, self.const(-LN2_LOW), r)
-        return self.fma(b.fmul(r, r), self.polynomial(EXP_TAIL, r), r), b.bitcast(scaled, self.integers)
+        n = b.fsub(scaled, self.const(self.numbers.rounder))
+        for part in self.numbers.ln2:
+            x = self.fma(n, self.const(-part), x)
+        return self.fma(b.fmul(x, x), self.polynomial(self.numbers.exp_tail, x), x), b.bitcast(scaled, self.integers)
+
+    def _rounded(self, x: Any, factor: float) -> Any:
+        """x·factor to the nearest integer, plus the rounder."""
+        return self.fma(x, self.const(factor), self.const(self.numbers.rounder))
 
     def _power_of_two(self, integer: Any) -> Any:
-        """2^n, where it is a normal number, for an integer vector whose low 9 bits hold n."""
-        exponent = self.b.add(self.b.shl(integer, self.int_const(23)), self.int_const(127 << 23))
+        """2^n, where it is a normal number, for an integer vector whose low bits hold n."""
+        mantissa, bias = self.numbers.mantissa, self.numbers.bias
+        exponent = self.b.add(self.b.shl(integer, self.int_const(mantissa)), self.int_const(bias << mantissa))
         return self.b.bitcast(exponent, self.vector)
 
     def exp(self, x: Any) -> Any:
-        b = self.b
-        q, bits = self._reduced(x, self.fma(x, self.const(LOG2_E), self.const(ROUND)))
+        b, numbers = self.b, self.numbers
+        q, bits = self._reduced(x, self._rounded(x, LOG2_E))
         # Two factors, because 2^n alone may be denormal or infinite where the result is not.
-        n = b.sub(bits, self.int_const(ROUND_BITS))
+        n = b.sub(bits, self.int_const(numbers.rounder_bits))
         half = b.ashr(n, self.int_const(1))
         first = self._power_of_two(half)
         y = b.fmul(self.fma(q, first, first), self._power_of_two(b.sub(n, half)))
         # Limits are put in last: the comparisons then wait for nothing.
-        y = self.select(b.fcmp_ordered(">", x, self.const(EXP_INFINITE)), self.const(float("inf")), y)
-        return self.select(b.fcmp_ordered("<", x, self.const(EXP_ZERO)), self.const(0.0), y)
+        y = self.select(b.fcmp_ordered(">", x, self.const(numbers.exp_infinite)), self.const(INF), y)
+        return self.select(b.fcmp_ordered("<", x, self.const(numbers.exp_zero)), self.const(0.0), y)
 
     def sigmoid(self, x: Any) -> Any:
         """1 / (exp(-x) + 1)."""
-        b = self.b
-        q, bits = self._reduced(b.fneg(x), self.fma(x, self.const(-LOG2_E), self.const(ROUND)))
+        b, numbers = self.b, self.numbers
+        q, bits = self._reduced(b.fneg(x), self._rounded(x, -LOG2_E))
         scale = self._power_of_two(bits)
         y = b.fdiv(self.const(1.0), b.fadd(self.fma(q, scale, scale), self.const(1.0)))
-        y = self.select(b.fcmp_ordered("<", x, self.const(SIGMOID_ZERO)), self.const(0.0), y)
-        return self.select(b.fcmp_ordered(">", x, self.const(SIGMOID_ONE)), self.const(1.0), y)
+        y = self.select(b.fcmp_ordered("<", x, self.const(numbers.sigmoid_zero)), self.const(0.0), y)
+        return self.select(b.fcmp_ordered(">", x, self.const(numbers.sigmoid_one)), self.const(1.0), y)
 
     def tanh(self, x: Any) -> Any:
         """e / (e + 2) with e = exp(2|x|) - 1, which loses nothing near 0."""
         b = self.b
         size = self.call("fabs", x)
-        q, bits = self._reduced(b.fadd(size, size), self.fma(size, self.const(2.0 * LOG2_E), self.const(ROUND)))
+        q, bits = self._reduced(b.fadd(size, size), self._rounded(size, 2.0 * LOG2_E))
         scale = self._power_of_two(bits)
         e = self.fma(q, scale, b.fsub(scale, self.const(1.0)))
         y = b.fdiv(e, b.fadd(e, self.const(2.0)))
@@ -166,25 +236,26 @@ class VectorMath:
         return self.call("copysign", y, x)
 
     def log(self, x: Any) -> Any:
-        b = self.b
-        tiny = b.fcmp_ordered("<", x, self.const(1.1754944e-38))
-        normal = self.select(tiny, b.fmul(x, self.const(8388608.0)), x)
-        bits = b.bitcast(normal, self.integers)
-        # The exponent that leaves a mantissa between √½ and √2.
-        exponent = b.ashr(b.sub(bits, self.int_const(0x3F3504F3)), self.int_const(23))
-        mantissa = b.bitcast(b.sub(bits, b.shl(exponent, self.int_const(23))), self.vector)
-        e = b.sitofp(exponent, self.vector)
-        e = self.select(tiny, b.fsub(e, self.const(23.0)), e)
-        r = b.fsub(mantissa, self.const(1.0))
-        square = b.fmul(r, r)
-        tail = self.fma(b.fmul(r, square), self.polynomial(LOG_TAIL, r), b.fmul(e, self.const(LN2_LOW)))
-        tail = self.fma(square, self.const(-0.5), tail)
-        y = self.fma(e, self.const(LN2_HIGH), b.fadd(r, tail))
-        inf = float("inf")
+        """k·ln 2 + log(1 + f), by s = f / (2 + f)."""
+        b, numbers = self.b, self.numbers
+        mantissa = self.int_const(numbers.mantissa)
+        tiny = b.fcmp_ordered("<", x, self.const(numbers.smallest))
+        bits = b.bitcast(self.select(tiny, b.fmul(x, self.const(2.0**64)), x), self.integers)
+        # The exponent that leaves a number between √½ and √2.
+        exponent = b.ashr(b.sub(bits, self.int_const(numbers.sqrt_half)), mantissa)
+        f = b.fsub(b.bitcast(b.sub(bits, b.shl(exponent, mantissa)), self.vector), self.const(1.0))
+        k = b.sitofp(exponent, self.vector)
+        k = self.select(tiny, b.fsub(k, self.const(64.0)), k)
+        s = b.fdiv(f, b.fadd(f, self.const(2.0)))
+        square, half = b.fmul(s, s), b.fmul(b.fmul(f, f), self.const(0.5))
+        tail = self.fma(square, self.polynomial(numbers.log_tail, square), half)
+        high, low = numbers.ln2
+        tail = self.fma(s, tail, b.fmul(k, self.const(low)))
+        y = self.fma(k, self.const(high), b.fsub(f, b.fsub(half, tail)))
         # NaN and +inf are their own logarithm, zero's is -inf, and a negative number has none.
         y = self.select(b.fcmp_unordered("uno", x, x), x, y)
-        y = self.select(b.fcmp_ordered("==", x, self.const(inf)), x, y)
-        y = self.select(b.fcmp_ordered("==", x, self.const(0.0)), self.const(-inf), y)
+        y = self.select(b.fcmp_ordered("==", x, self.const(INF)), x, y)
+        y = self.select(b.fcmp_ordered("==", x, self.const(0.0)), self.const(-INF), y)
         return self.select(b.fcmp_ordered("<", x, self.const(0.0)), self.const(float("nan")), y)
 
     def log1p(self, x: Any) -> Any:
@@ -194,17 +265,16 @@ class VectorMath:
         lost = b.fdiv(b.fsub(x, b.fsub(u, self.const(1.0))), u)
         y = b.fadd(self.log(u), lost)
         y = self.select(b.fcmp_ordered("==", u, self.const(1.0)), x, y)
-        y = self.select(b.fcmp_ordered("==", x, self.const(-1.0)), self.const(-float("inf")), y)
-        return self.select(b.fcmp_ordered("==", u, self.const(float("inf"))), u, y)
+        y = self.select(b.fcmp_ordered("==", x, self.const(-1.0)), self.const(-INF), y)
+        return self.select(b.fcmp_ordered("==", u, self.const(INF)), u, y)
 
 
 def operations(math: VectorMath, exact: bool) -> dict[str, Callable[..., Any]]:
     """How to emit each operation of the expression graph."""
     b = math.b
-    library = exact or math.double
 
     def elementary(name: str) -> Callable[[Any], Any]:
-        return (lambda x: math.by_library(name, x)) if library else getattr(math, name)
+        return (lambda x: math.by_library(name, x)) if exact else getattr(math, name)
 
     exp, tanh, log, log1p = map(elementary, ("exp", "tanh", "log", "log1p"))
 
@@ -246,7 +316,7 @@ def operations(math: VectorMath, exact: bool) -> dict[str, Callable[..., Any]]:
         "log1p": log1p,
         "sqrt": lambda x: math.call("sqrt", x),
         "tanh": tanh,
-        "sigmoid": sigmoid if library else math.sigmoid,
+        "sigmoid": sigmoid if exact else math.sigmoid,
         "sin": lambda x: math.by_library("sin", x),
         "cos": lambda x: math.by_library("cos", x),
         "abs": lambda x: math.call("fabs", x),

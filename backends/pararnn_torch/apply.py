@@ -29,7 +29,7 @@ def newton_apply(
         from pararnn_torch.compiled import compiled_solve
 
         wanted = NewtonConfig() if config is None else config
-        return compiled_solve(cell, [*cell.arrays.values()], x, wanted, h0=h0, guess=guess)
+        return compiled_solve(cell, cell.arrays, x, wanted, h0=h0, guess=guess)
     x = as_cell(cell, x)
     problem = checked_problem("newton_apply", cell, x, config, h0, guess, stats)
     if is_tracked(x, h0, *cell.arrays.values()):
@@ -45,7 +45,7 @@ def sequential_apply(cell: Any, x: torch.Tensor, h0: torch.Tensor | None = None)
     if torch.compiler.is_compiling():
         from pararnn_torch.compiled import SEQUENTIAL, compiled_solve
 
-        return compiled_solve(cell, [*cell.arrays.values()], x, SEQUENTIAL, h0=h0)
+        return compiled_solve(cell, cell.arrays, x, SEQUENTIAL, h0=h0)
     x = as_cell(cell, x)
     problem = make_problem("sequential_apply", cell, x, h0)
     with apart(problem.device):

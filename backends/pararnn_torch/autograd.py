@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from pararnn.problem import Problem
 from pararnn.registry import choose
 from pararnn.stats import NewtonStats
 from pararnn_torch.apply import apart
+from pararnn_torch.mapped import folded, mapped_solve, picked, unfolded
 
 ONLY_FIRST = (
     "newton_apply gives first derivatives in reverse mode only; take second and forward-mode derivatives through "
@@ -104,15 +106,8 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], recipe: Recipe, x: Any, h0: Any, guess: Any, *arrays: Any) -> Any:
-        _, *dims_in = dims
-        count, operands = info.batch_size, (x, h0, guess, *arrays)
-        if any(d is not None for d in dims_in[3:]):
-            # Parameters of their own: one solve each.
-            each = [_Solve.apply(recipe, *_picked(operands, dims_in, n)) for n in range(count)]
-            return torch.stack(each), 0
-        # Shared parameters: the mapped axis is more batch.
-        front = _folded((x, h0, guess), dims_in[:3], count)
-        return _unfolded(_Solve.apply(recipe, *front, *arrays), count), 0
+        run = partial(_Solve.apply, recipe)
+        return mapped_solve(run, info.batch_size, (x, h0, guess, *arrays), dims[1:]), 0
 
 
 class _PullBack(torch.autograd.Function):
@@ -148,28 +143,8 @@ class _PullBack(torch.autograd.Function):
         count = info.batch_size
         if any(wanted[2:]) or any(d is not None for d in dims_in[5:]):
             # A gradient of the parameters is a sum over the batch, so every sample needs its own.
-            each = [_PullBack.apply(recipe, wanted, *_picked(operands, dims_in, n)) for n in range(count)]
+            each = [_PullBack.apply(recipe, wanted, *picked(operands, dims_in, n)) for n in range(count)]
             return tuple(torch.stack(column) for column in zip(*each, strict=True)), (0,) * sum(wanted)
-        front = _folded(operands[:5], dims_in[:5], count)
+        front = folded(operands[:5], dims_in[:5], count)
         found = _PullBack.apply(recipe, wanted, *front, *operands[5:])
-        return tuple(_unfolded(g, count) for g in found), (0,) * sum(wanted)
-
-
-def _picked(operands: Sequence[Any], dims: Sequence[int | None], n: int) -> list[Any]:
-    """Sample n of everything that is mapped."""
-    return [a if d is None else a.select(d, n) for a, d in zip(operands, dims, strict=True)]
-
-
-def _folded(operands: Sequence[Any], dims: Sequence[int | None], count: int) -> list[Any]:
-    """The mapped axis as part of the batch axis: (N·B, …)."""
-    whole = []
-    for a, d in zip(operands, dims, strict=True):
-        if a is not None:
-            a = a.expand(count, *a.shape) if d is None else a.movedim(d, 0)
-            a = a.reshape(count * a.shape[1], *a.shape[2:])
-        whole.append(a)
-    return whole
-
-
-def _unfolded(a: torch.Tensor, count: int) -> torch.Tensor:
-    return a.reshape(count, a.shape[0] // count, *a.shape[1:])
+        return tuple(unfolded(g, count) for g in found), (0,) * sum(wanted)

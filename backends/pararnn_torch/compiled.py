@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from pararnn.registry import choose
 from pararnn.stats import NewtonStats
 from pararnn_torch.apply import apart, untracked
 from pararnn_torch.autograd import ONLY_FIRST, pulled_back
+from pararnn_torch.mapped import mapped_solve, picked
 from pararnn_torch.text import cell_text, config_text, read_cell, read_config
 
 # In place of a configuration's text: the time loop.
@@ -41,7 +42,7 @@ def ticket_for(layer: Any) -> str:
 
 def compiled_solve(
     cell: Any,
-    arrays: Sequence[torch.Tensor],
+    arrays: Mapping[str, torch.Tensor],
     x: torch.Tensor,
     config: NewtonConfig | str,
     *,
@@ -50,11 +51,14 @@ def compiled_solve(
     ticket: str = "",
 ) -> torch.Tensor:
     """The operator call for a solve of `cell`'s kind with these arrays; Dynamo traces this function."""
+    if not isinstance(arrays["W_x.weight"], torch.Tensor):
+        raise TypeError("newton_apply: x is a tensor but the cell is not made of tensors; use cell.to(torch)")
     # Under autocast the input may come in another dtype than the cell's, in which the solve runs.
-    if x.dtype != arrays[0].dtype and torch.is_autocast_enabled(x.device.type):
-        x = x.to(arrays[0].dtype)
+    dtype = arrays["W_x.weight"].dtype
+    if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
+        x = x.to(dtype)
     text = config if isinstance(config, str) else config_text(config)
-    return torch.ops.pararnn.solve(x, h0, guess, list(arrays), cell_text(cell), text, ticket)
+    return torch.ops.pararnn.solve(x, h0, guess, list(arrays.values()), cell_text(cell, arrays), text, ticket)
 
 
 def _problem(
@@ -186,3 +190,30 @@ def _refuse(ctx: Any, *cotangents: Any) -> Any:
 
 solve.register_autograd(_backward, setup_context=_keep)
 pull_back.register_autograd(_refuse)
+
+
+def _solve_mapped(info: Any, dims: Any, x: Any, h0: Any, guess: Any, arrays: Any, *texts: str) -> tuple[Any, int]:
+    operands, dims_in = (x, h0, guess, *arrays), (*dims[:3], *dims[3])
+
+    def run(x: Any, h0: Any, guess: Any, *arrays: Any) -> torch.Tensor:
+        return torch.ops.pararnn.solve(x, h0, guess, list(arrays), *texts)
+
+    return mapped_solve(run, info.batch_size, operands, dims_in), 0
+
+
+def _pull_back_mapped(
+    info: Any, dims: Any, cotangent: Any, states: Any, x: Any, h0: Any, guess: Any, arrays: Any, *texts: str
+) -> tuple[Any, Any]:
+    operands, dims_in = (cotangent, states, x, h0, guess, *arrays), (*dims[:5], *dims[5])
+    each = []
+    for n in range(info.batch_size):
+        *front, last = [*picked(operands, dims_in, n)[:5], picked(operands, dims_in, n)[5:]]
+        each.append(torch.ops.pararnn.pull_back(*front, last, *texts))
+    found = [torch.stack(column) for column in zip(*each, strict=True)]
+    return found, [0] * len(found)
+
+
+if hasattr(solve, "register_vmap"):
+    # From torch 2.5 on.
+    solve.register_vmap(_solve_mapped)
+    pull_back.register_vmap(_pull_back_mapped)

@@ -57,9 +57,9 @@ class CellLayer(nn.Module):
         # A copy listens for itself.
         self._ticket = ticket_for(self)
 
-    def arrays(self) -> list[torch.Tensor]:
-        """The present values, in the order of the cell's arrays."""
-        return [getattr(*self._place(name)) for name in self.names]
+    def arrays(self) -> dict[str, torch.Tensor]:
+        """The present values, by the names of the cell's arrays."""
+        return {name: getattr(*self._place(name)) for name in self.names}
 
     def _place(self, name: str) -> tuple[nn.Module, str]:
         """Where an array is kept: the module and its attribute."""
@@ -68,7 +68,7 @@ class CellLayer(nn.Module):
     @property
     def cell(self) -> ChannelwiseCell:
         """The cell with the present values of the parameters."""
-        return self.kind._copy(self.kind.max_recurrent_norm, dict(zip(self.names, self.arrays(), strict=True)))
+        return self.kind._copy(self.kind.max_recurrent_norm, self.arrays())
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +102,7 @@ class CellLayer(nn.Module):
         """Fresh values from torch's random numbers."""
         fresh = initial_values(self.kind, self.kind.d_in, self.kind.d_h)
         with torch.no_grad():
-            for name, old in zip(self.names, self.arrays(), strict=True):
+            for name, old in self.arrays().items():
                 value = torch.as_tensor(fresh[name]).to(old)
                 if isinstance(old, nn.Parameter):
                     old.copy_(value)

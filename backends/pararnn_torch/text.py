@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import importlib
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
 
@@ -18,13 +19,13 @@ _FIELDS = tuple(f.name for f in dataclasses.fields(NewtonConfig) if f.name != "n
 _CUT = "\x1f"
 
 
-def cell_text(cell: ChannelwiseCell) -> str:
-    """Class, sizes, clamp, array names and options of a cell."""
+def cell_text(cell: ChannelwiseCell, names: Iterable[str]) -> str:
+    """Class, sizes, clamp, options and the names of the arrays of a cell."""
     kind = type(cell)
     options = [f"{name}={getattr(cell, name)!r}" for name in kind.options]
     sizes = [f"{cell.input_size}", f"{cell.hidden_size}", f"{cell.max_recurrent_norm!r}"]
-    names = ",".join(cell.arrays)
-    return _CUT.join([kind.__module__, kind.__qualname__, f"{kind.serial}", *sizes, names, *options])
+    listed = ",".join(names)
+    return _CUT.join([kind.__module__, kind.__qualname__, f"{kind.serial}", *sizes, listed, *options])
 
 
 def config_text(config: NewtonConfig) -> str:

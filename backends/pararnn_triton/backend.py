@@ -15,8 +15,9 @@ from pararnn_triton.environment import environment_sentence
 from pararnn_triton.interpreter import interpreting
 from pararnn_triton.shape import Shape, choose_shape
 
-# Launches of the forward kernel at most: the first pass and this many corrections less one, then the exact finish.
-DEFAULT_PASSES = 3
+# Launches of the forward kernel: a plain pass, a second one where joints differ, one with tangents, and one from
+# corrected starts that also finishes.
+DEFAULT_PASSES = 4
 
 
 class TritonBackend(Backend):

@@ -1,9 +1,12 @@
 """The forward kernel: one template for every cell, filled by printing the cell's programs.
 
-One program (thread block) runs one segment of `BD` channels. On the first launch it guesses its start by warm-up steps;
-the program of a channel block that arrives last joins the segments: it tests the joints, corrects the starts, and says
-whether a further launch is needed. On the last launch it walks, in order and exactly, what is still open. With one
-segment the kernel is the plain time loop. Nothing waits for the host.
+One program (thread block) runs one segment of `BD` channels, in stages, each a launch that ends at once where nothing
+is left to do. Stage 0 guesses the start by warm-up steps and runs the plain steps; a channel block whose joints then
+match bit for bit is done. Stage 1 runs the other segments again from the end before them, until they meet what is
+stored, which settles networks that forget within a segment or so. Later stages run what is open with tangents. The
+program of a channel block that arrives last joins its segments: it tests the joints, corrects the starts, and says
+whether more is needed; on the last launch it walks, in order and exactly, what is still open. With one segment the
+kernel is the plain time loop. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from pararnn.programs import StepPrograms
 from pararnn_triton.print_triton import indent, running_loop, statements
 
 # Rows loaded ahead of their use, in the time loop and in the loop over joints.
-GROUP, JOINT_GROUP = 4, 8
+GROUP, JOINT_GROUP, RERUN_GROUP = 4, 8, 4
+# Joints compared at a time.
+JOINT_TILE = 32
 
 _HEAD = '''@triton.jit(do_not_specialize=["T", "L", "C", "W"])
 def forward(gates, h0, weights, states, starts, ends, prods, grows, sizes, counters, dirty, opened, estimate,
-            B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, FIRST: tl.constexpr,
+            B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
             LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, MERGE: tl.constexpr):
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
@@ -72,11 +77,11 @@ def forward_source(programs: StepPrograms) -> str:
     again = [f"{name} = tl.load({joint('starts', s, 'c')}, mask=mask, other=0.0)" for s, name in enumerate(prev)]
     lines += [
         "run = 1",
-        "if not FIRST:",
+        "if STAGE > 0:",
         "    if tl.load(opened + group) == 0:",
         "        return",
         "    run = tl.load(dirty + (b * C + c) * blocks + block)",
-        "if FIRST:",
+        "if STAGE == 0:",
         *indent(first),
         "else:",
         *indent(again),
@@ -95,14 +100,99 @@ def forward_source(programs: StepPrograms) -> str:
     plain = running_loop(
         gate_loads, lambda row: [*advance, *store_states(row)], first="begin", count="(stop - begin)", step=1, group=GROUP
     )
-    lines += ["if MANY:", "    if run != 0:", *indent(run_tangent, 2), "else:", *indent(plain)]
+    plain_ends = [f"tl.store({joint('ends', k, 'c')}, {n}, mask=mask)" for k, n in enumerate(prev)]
+    again = ["row = begin", "finish = stop", "running = 1", *_rerun(programs, state_at, gate, advance)]
+    for k, name in enumerate(prev):
+        again.append(f"kept_end = tl.load({joint('ends', k, 'c')}, mask=mask, other=0.0)")
+        again.append(f"tl.store({joint('ends', k, 'c')}, tl.where(running == 0, kept_end, {name}), mask=mask)")
+    lines += ["if STAGE == 0:", *indent(plain), "    if MANY:", *indent(plain_ends, 2)]
+    lines += ["elif run != 0:", "    if STAGE == 1:", *indent(again, 2), "    else:", *indent(run_tangent, 2)]
 
-    lines += ["if MANY:", *indent(_join(programs, joint, state_at, gate, advance, m_names, g_names, z_names))]
+    lines += ["if MANY:", *indent(_arrive(programs, joint, state_at, gate, advance, m_names, g_names, z_names))]
     return _HEAD + "\n".join(indent(lines)) + "\n"
 
 
+def _arrive(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -> list[str]:
+    """The program that arrives last at its channel block compares the joints; from the second launch it joins them."""
+    joins = _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names)
+    return [
+        "tl.debug_barrier()",
+        "arrived = tl.atomic_add(counters + group, 1, sem='acq_rel')",
+        "if arrived == C - 1:",
+        "    tl.store(counters + group, 0)",
+        "    if STAGE < 2:",
+        *indent(_compare(programs, joint), 2),
+        "    else:",
+        *indent(joins, 2),
+    ]
+
+
+def _compare(programs, joint) -> list[str]:
+    """Joints that do not match bit for bit: their segments start again from the end before them."""
+    wide = {"rows": "rows[:, None]", "following": "(rows + 1)[:, None]"}
+
+    def at(array: str, k: int, row: str) -> str:
+        return joint(array, k, wide[row]).replace("+ lane", "+ lane[None, :]")
+
+    tile = [
+        f"rows = cc + tl.arange(0, {JOINT_TILE})",
+        "inside = (rows < C - 1)[:, None] & mask[None, :]",
+        f"apart = tl.zeros([{JOINT_TILE}, BD], tl.int32)",
+    ]
+    for k, s in enumerate(programs.slots):
+        tile.append(f"e_{s} = tl.load({at('ends', k, 'rows')}, mask=inside, other=0.0, cache_modifier='.cg')")
+        tile.append(f"b_{s} = tl.load({at('starts', k, 'following')}, mask=inside, other=0.0, cache_modifier='.cg')")
+        tile.append(f"apart = tl.where((b_{s} == e_{s}) | ((b_{s} != b_{s}) & (e_{s} != e_{s})), apart, 1)")
+    tile += [f"tl.store({at('starts', k, 'following')}, e_{s}, mask=inside & (apart != 0))" for k, s in enumerate(programs.slots)]
+    tile += [
+        "flag = tl.max(apart, axis=1)",
+        "any_open = tl.maximum(any_open, tl.max(flag, axis=0))",
+        "tl.store(dirty + (b * C + rows + 1) * blocks + block, flag, mask=rows < C - 1)",
+    ]
+    return [
+        "any_open = 0",
+        f"for cc in range(0, C - 1, {JOINT_TILE}):",
+        *indent(tile),
+        "tl.store(dirty + b * C * blocks + block, 0)",
+        "tl.store(opened + group, any_open)",
+        # The next stage needs the tangents of every segment of an open block.
+        "if STAGE == 1:",
+        f"    for cc in range(0, C, {JOINT_TILE}):",
+        f"        rows = cc + tl.arange(0, {JOINT_TILE})",
+        "        tl.store(dirty + (b * C + rows) * blocks + block, rows * 0 + 1, mask=rows < C)",
+        "tl.store(estimate + b * D + lane, tl.zeros([BD], tl.float32), mask=mask)",
+    ]
+
+
+def _rerun(programs, state_at, gate, advance) -> list[str]:
+    """From `row` to `finish` or until the states are, bit for bit, those stored already (then `running` is 0)."""
+    prev = programs.prev_names
+    group = []
+    for u in range(RERUN_GROUP):
+        group.append(f"ok{u} = mask & (row + {u} < finish)")
+        group += [f"next{u}_{g} = {gate(k, f'(row + {u})', f'ok{u}')}" for k, g in enumerate(programs.gate_names)]
+        group += [
+            f"old{u}_{k} = tl.load({state_at(k, f'(row + {u})')}, mask=ok{u}, other=0.0, cache_modifier='.cg').to(tl.float32)"
+            for k in range(len(prev))
+        ]
+    for u in range(RERUN_GROUP):
+        group += [f"{g} = next{u}_{g}" for g in programs.gate_names]
+        group += [f"past_{k} = {p}" for k, p in enumerate(prev)]
+        group += advance
+        group += [f"{p} = tl.where(row + {u} < finish, {p}, past_{k})" for k, p in enumerate(prev)]
+        group += [f"tl.store({state_at(k, f'(row + {u})')}, {p}, mask=ok{u})" for k, p in enumerate(prev)]
+    # A state that has met the stored one follows it ever after, so the last row of the group decides.
+    last = RERUN_GROUP - 1
+    group.append("apart = tl.zeros([BD], tl.int32)")
+    for k, p in enumerate(prev):
+        equal = f"(({p} == old{last}_{k}) | (({p} != {p}) & (old{last}_{k} != old{last}_{k})))"
+        group.append(f"apart = tl.where({equal} & ok{last}, apart, 1)")
+    group += [f"row += {RERUN_GROUP}", "if MERGE:", "    running = tl.max(tl.where(mask, apart, 0), axis=0)"]
+    return ["while (row < finish) & (running != 0):", *indent(group)]
+
+
 def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -> list[str]:
-    """What the program that arrives last does for its channel block."""
+    """Tests the joints, corrects the starts, and on the last launch finishes exactly."""
     size, slots, prev = programs.size, programs.slots, programs.prev_names
     fresh = ", cache_modifier='.cg'"
     loads = [(n, f"tl.load({joint('prods', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, n in enumerate(m_names)]
@@ -161,16 +251,10 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
         "any_open = tl.max(tl.where(mask & ~(good | exact), 1, 0), axis=0)",
         "tl.store(opened + group, any_open)",
         "tl.store(dirty + b * C * blocks + block, 0)",
-        "tl.store(counters + group, 0)",
     ]
     scan += ["if LAST:", "    if any_open != 0:", *indent(_walk(programs, joint, state_at, gate, advance), 2)]
     scan.append("tl.store(estimate + b * D + lane, error, mask=mask)")
-    return [
-        "tl.debug_barrier()",
-        "arrived = tl.atomic_add(counters + group, 1, sem='acq_rel')",
-        "if arrived == C - 1:",
-        *indent(scan),
-    ]
+    return scan
 
 
 def _walk(programs, joint, state_at, gate, advance) -> list[str]:
@@ -178,14 +262,6 @@ def _walk(programs, joint, state_at, gate, advance) -> list[str]:
     slots, prev = programs.slots, programs.prev_names
     fresh = ", cache_modifier='.cg'"
     lines = [f"{p} = tl.load({joint('starts', k, '0')}, mask=mask, other=0.0{fresh})" for k, p in enumerate(prev)]
-    step = [f"{name} = {gate(k, 'row', 'mask')}" for k, name in enumerate(programs.gate_names)]
-    step += advance
-    step.append("apart = tl.zeros([BD], tl.int32)")
-    for k, p in enumerate(prev):
-        step.append(f"old_{k} = tl.load({state_at(k, 'row')}, mask=mask, other=0.0{fresh}).to(tl.float32)")
-        step.append(f"apart = tl.where(({p} == old_{k}) | (({p} != {p}) & (old_{k} != old_{k})), apart, 1)")
-        step.append(f"tl.store({state_at(k, 'row')}, {p}, mask=mask)")
-    step += ["row += 1", "if MERGE:", "    running = tl.max(tl.where(mask, apart, 0), axis=0)"]
     here = ["apart = tl.zeros([BD], tl.int32)"]
     for k, (s, p) in enumerate(zip(slots, prev, strict=True)):
         here.append(f"old_{k} = tl.load({joint('starts', k, 'cc')}, mask=mask, other=0.0{fresh})")
@@ -195,8 +271,7 @@ def _walk(programs, joint, state_at, gate, advance) -> list[str]:
         "running = tl.max(tl.where(mask, apart, 0), axis=0)",
         "row = cc * L",
         "finish = tl.minimum(row + L, T)",
-        "while (row < finish) & (running != 0):",
-        *indent(step),
+        *_rerun(programs, state_at, gate, advance),
     ]
     # Met before the end, or never apart: the stored end is the true one.
     here += [f"{p} = tl.where(running == 0, e_{s}, {p})" for s, p in zip(slots, prev, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
+from collections.abc import Sequence
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from pararnn.programs import StepPrograms
 from pararnn_triton import device_math
 from pararnn_triton.backward_source import backward_source
 from pararnn_triton.forward_source import forward_source
-from pararnn_triton.interpreter import patch
+from pararnn_triton.interpreter import interpreting, patch
 from pararnn_triton.shape import Shape
 
 patch()
@@ -45,6 +46,40 @@ def kernels(programs: StepPrograms) -> ModuleType:
     return programs.compiled["triton"]
 
 
+class Launcher:
+    """Launches kernels on one set of arguments, past Triton's own argument handling once a like launch was compiled.
+
+    That handling takes longer on the host than these kernels on the device. What Triton specialises a kernel on is in
+    the key: types, the alignment of addresses, and of the numbers whether each is 1 or divisible by 16.
+    """
+
+    def __init__(self, grid: int, warps: int, tensors: Sequence[torch.Tensor], numbers: Sequence[int | float]) -> None:
+        self.grid, self.warps, self.arguments = grid, warps, (*tensors, *numbers)
+        self.device = tensors[0].device
+        self.key = (
+            warps,
+            self.device,
+            *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
+            *((n == 1, n % 16 == 0, n < 2**31) for n in numbers if isinstance(n, int)),
+        )
+
+    def __call__(self, kernel: Any, *constants: Any) -> None:
+        key = (kernel, constants, self.key)
+        compiled = _compiled.get(key)
+        if compiled is None:
+            compiled = kernel[(self.grid,)](*self.arguments, *constants, num_warps=self.warps, **_OPTIONS)
+            if not interpreting():
+                _compiled[key] = compiled
+        elif self.device.index == torch.cuda.current_device():
+            compiled[(self.grid, 1, 1)](*self.arguments, *constants)
+        else:
+            with torch.cuda.device(self.device):
+                compiled[(self.grid, 1, 1)](*self.arguments, *constants)
+
+
+_compiled: dict[tuple[Any, ...], Any] = {}
+
+
 def run_forward(
     programs: StepPrograms,
     gates: torch.Tensor,
@@ -58,8 +93,8 @@ def run_forward(
     batch, time, _, width = gates.shape
     size, segments = programs.size, shape.segments
     states = torch.empty((batch, time, size, width), dtype=gates.dtype, device=gates.device)
-    estimate = torch.zeros((batch, width), dtype=torch.float32, device=gates.device)
     many = segments > 1
+    estimate = (torch.empty if many else torch.zeros)((batch, width), dtype=torch.float32, device=gates.device)
     entries = len(programs.m.flat)
     blocks = triton.cdiv(width, shape.block)
     if many:
@@ -67,20 +102,23 @@ def run_forward(
         counts = (size, size, entries, entries, size)
         exchange = torch.empty((sum(counts), batch, segments, width), dtype=torch.float32, device=gates.device)
         starts, ends, prods, grows, sizes = exchange.split(counts)
-        flags = torch.zeros(batch * blocks * (segments + 2), dtype=torch.int32, device=gates.device)
-        counters, opened, dirty = flags.split((batch * blocks, batch * blocks, batch * blocks * segments))
+        counters = torch.zeros(batch * blocks, dtype=torch.int32, device=gates.device)
+        flags = torch.empty(batch * blocks * (segments + 1), dtype=torch.int32, device=gates.device)
+        opened, dirty = flags.split((batch * blocks, batch * blocks * segments))
     else:
         starts = ends = prods = grows = sizes = estimate
         counters = opened = dirty = estimate
-    grid = (batch * segments * blocks,)
+    launch = Launcher(
+        batch * segments * blocks,
+        shape.warps,
+        (gates, gates if h0 is None else h0, params, states, starts, ends, prods, grows, sizes, counters, dirty, opened,
+         estimate),
+        (batch, time, width, shape.length, segments, shape.warmup, tol, accept),
+    )  # fmt: skip
     forward = kernels(programs).forward
     for k in range(shape.passes):
-        forward[grid](
-            gates, gates if h0 is None else h0, params, states, starts, ends, prods, grows, sizes, counters, dirty,
-            opened, estimate, batch, time, width, shape.length, segments, shape.warmup, tol, accept,
-            EPS=EPSILON, BD=shape.block, FIRST=k == 0, LAST=k == shape.passes - 1, MANY=many,
-            HAS_H0=h0 is not None, MERGE=gates.dtype == torch.float32, num_warps=shape.warps, **_OPTIONS,
-        )  # fmt: skip
+        last = k == shape.passes - 1
+        launch(forward, EPSILON, shape.block, min(k, 2), last, many, h0 is not None, gates.dtype == torch.float32)
     return states, estimate
 
 
@@ -102,7 +140,7 @@ def run_backward(
     grad_h0 = torch.empty((batch, size, width), **kind)
     # Partial sums by segment, added up in a fixed order: atomics would make the gradient depend on timing.
     grad_params = torch.empty((len(programs.params), batch * segments, width), **kind)
-    grid = (batch * segments * blocks,)
+    grid = batch * segments * blocks
     module = kernels(programs)
     common = (gates, gates if h0 is None else h0, params, states, cotangent)
     sizes = (batch, time, width, shape.length, segments)
@@ -112,12 +150,8 @@ def run_backward(
         maps = torch.empty((len(programs.n.flat) + size, batch, segments, width), **kind)
         futures = torch.empty((size, batch, segments, width), **kind)
         counters = torch.zeros(batch * blocks, dtype=torch.int32, device=gates.device)
-        module.adjoint_maps[grid](
-            *common, maps, futures, grad_h0, counters, *sizes,
-            BD=shape.block, HAS_H0=h0 is not None, num_warps=shape.warps, **_OPTIONS,
-        )  # fmt: skip
-    module.back_propagate[grid](
-        *common, futures, grad_h0, grad_gates, grad_params, *sizes,
-        BD=shape.block, HAS_H0=h0 is not None, MANY=many, num_warps=shape.warps, **_OPTIONS,
-    )  # fmt: skip
+        launch = Launcher(grid, shape.warps, (*common, maps, futures, grad_h0, counters), sizes)
+        launch(module.adjoint_maps, shape.block, h0 is not None)
+    launch = Launcher(grid, shape.warps, (*common, futures, grad_h0, grad_gates, grad_params), sizes)
+    launch(module.back_propagate, shape.block, h0 is not None, many)
     return grad_gates, grad_params.sum(dim=1), grad_h0

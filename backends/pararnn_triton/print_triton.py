@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pararnn.graph import Program
+from pararnn.graph import Instruction, Program
 
 _FORMS = {
     "add": "{0} + {1}",
@@ -41,6 +41,30 @@ def _number(value: float) -> str:
     return f'float("{text}")' if "inf" in text or "nan" in text else text
 
 
+def _fused(instruction: Instruction, products: dict[str, tuple[str | float, ...]], ref: Callable[..., str]) -> str | None:
+    """A sum with a product in it as one rounding.
+
+    The rule looks at the operation alone, so every program that holds the operation rounds it alike, and what two
+    kernels compute in common has the same bits. The compiler's own fusing, which depends on what else is in a kernel,
+    is switched off.
+    """
+    if instruction.op not in ("add", "sub"):
+        return None
+    a, b = instruction.args
+    sign = "" if instruction.op == "add" else "-"
+    for product, other, lead, tail in ((a, b, "", sign), (b, a, sign, "")):
+        if isinstance(product, str) and product in products and isinstance(other, str):
+            x, y = products[product]
+            if isinstance(x, float):
+                x, y = y, x
+            return f"tl.fma({lead}{ref(x)}, {_array(ref(y), y)}, {tail}{ref(other)})"
+    return None
+
+
+def _array(text: str, value: str | float) -> str:
+    return text if isinstance(value, str) else f"tl.full([BD], {text}, tl.float32)"
+
+
 def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] | None = None) -> list[str]:
     """Assignments that compute `outputs` (variable names) from the program's inputs.
 
@@ -54,9 +78,8 @@ def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] 
             return _number(value)
         return renamed.get(value, value)
 
-    lines = [
-        f"{i.target} = {_FORMS[i.op].format(*(ref(a) for a in i.args))}" for i in program.instructions
-    ]
+    products = {i.target: i.args for i in program.instructions if i.op == "mul"}
+    lines = [f"{i.target} = {_fused(i, products, ref) or _FORMS[i.op].format(*map(ref, i.args))}" for i in program.instructions]
     pairs = [(name, ref(value)) for name, value in zip(outputs, program.outputs, strict=True)]
     pairs = [(name, value) for name, value in pairs if name != value]
     targets = {name for name, _ in pairs}

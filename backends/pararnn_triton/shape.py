@@ -29,12 +29,17 @@ def choose_shape(
         # With this many channels the plain loop already keeps the memory busy; short ones end before a join would.
         if lanes >= 32768 or time <= 256 or long_memory:
             return loop
-        # About as many threads as the chip holds at a good occupancy.
-        segments = max(2, min(time // 64, 160_000 // max(1, lanes)))
-        segment_len = min(256, max(64, -(-time // segments)))
+        # About 65,536 threads hide the latency of memory without more joints than needed.
+        segment_len = min(512, max(64, -(-time * lanes // 65_536)))
         segment_len = -(-segment_len // 8) * 8
     if segment_len >= time:
         return loop
     return Shape(
-        segment_len, -(-time // segment_len), min(segment_len, 64) if warmup is None else warmup, block, warps, passes
+        segment_len,
+        -(-time // segment_len),
+        min(segment_len, 64) if warmup is None else warmup,
+        block,
+        warps,
+        # The first two launches only compare; what they leave open needs a third that finishes.
+        max(3, passes),
     )

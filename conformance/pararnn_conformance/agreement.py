@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pararnn import NewtonStats, default_agreement_atol, newton_apply, sequential_apply, verify_agreement
@@ -11,7 +13,7 @@ from pararnn_conformance.registration import check
 from pararnn_conformance.target import Target
 
 T = 65
-OPTIONS: dict[str, dict[str, object]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "time-loop": {"segment_len": T},
     "L=2": {"segment_len": 2},
     "L=32": {"segment_len": 32},

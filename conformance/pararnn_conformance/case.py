@@ -41,7 +41,8 @@ class Case:
         regime: 'gentle' (initial weights, clamped by default); 'clamped' (weights 3·N(0,1), most of them beyond the
             clamp); 'strong' (the same without a clamp); 'wild' (and inputs three times as large); 'long' (gates that
             keep the state); 'latch' (recurrent weights uniform in ±15).
-        features: with one, gate inputs are the same bits in every order of evaluation, so results can be.
+        coarse: inputs and input weights are multiples of 1/32, so that gate inputs are exact in every order of evaluation
+            and results can be compared bit for bit.
         start: whether there is an h0.
     """
 
@@ -53,6 +54,7 @@ class Case:
     features: int = 3
     regime: str = "gentle"
     seed: int = 0
+    coarse: bool = False
     start: bool = True
 
     def but(self, **changes: Any) -> Case:
@@ -73,6 +75,8 @@ def numbers(case: Case) -> Numbers:
     rng = np.random.default_rng(case.seed + 1)
     cell = KINDS[case.kind](case.features, case.width, dtype=np.float64, seed=case.seed)
     arrays = dict(cell.arrays)
+    if case.coarse:
+        arrays["W_x.weight"] = np.round(32.0 * arrays["W_x.weight"]) / 32.0
     recurrent = [name for name in arrays if not name.startswith("W_x.")]
     cap = cell.max_recurrent_norm if case.regime in ("gentle", "long", "clamped") else None
     if case.regime in ("clamped", "strong", "wild"):
@@ -82,16 +86,18 @@ def numbers(case: Case) -> Numbers:
     elif case.regime == "long":
         if case.kind == "ParaTanh":
             arrays["a"], cap = 1.0 - 0.02 * rng.random(case.width), None
-            arrays["W_x.weight"] = 0.02 * arrays["W_x.weight"]
+            arrays["W_x.weight"] = arrays["W_x.weight"] / 64.0
         else:
             gate, shift = _MEMORY[case.kind]
             place = cell.gates.index(gate) * case.width
             bias = np.zeros_like(arrays["W_x.bias"])
             bias[place : place + case.width] = shift
             arrays["W_x.bias"] = bias
-    if case.regime == "gentle" and case.features > 1:
+    if case.regime == "gentle" and not case.coarse:
         arrays["W_x.bias"] = 0.2 * rng.standard_normal(arrays["W_x.bias"].shape)
     x = rng.standard_normal((case.batch, case.time, case.features)) * (3.0 if case.regime == "wild" else 1.0)
+    if case.coarse:
+        x = np.round(32.0 * x) / 32.0
     h0 = _start(cell, rng, case.batch) if case.start else None
     cell = cell.replace(max_recurrent_norm=cap, **{name: rounded(a, case.dtype) for name, a in arrays.items()})
     return Numbers(cell, rounded(x, case.dtype), None if h0 is None else rounded(h0, case.dtype))

@@ -24,8 +24,7 @@ FEW = {"cell": ("ParaGRU", "Echo"), "regime": ("strong",), "shape": ((300, 16),)
 
 
 def _case(cell: str, dtype: str, regime: str, time: int) -> Case:
-    # With one feature the gate inputs are the same bits on every path.
-    return Case(cell, dtype, time, width=16, features=1, regime=regime)
+    return Case(cell, dtype, time, width=16, regime=regime, coarse=True)
 
 
 def _step_error(case: Case, states: np.ndarray) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -14,14 +15,14 @@ from pararnn_conformance.expect import error_of, expect, expect_error, loose_sol
 from pararnn_conformance.registration import check
 from pararnn_conformance.target import Target
 
-LOOSE: dict[str, dict[str, object]] = {
+LOOSE: dict[str, dict[str, Any]] = {
     "one-iteration": {"max_iters": 1},
     "no-iteration": {"max_iters": 0},
     "no-correction": {"segment_len": 32, "max_iters": 0, "warmup": 0},
     "no-correction-L=8": {"segment_len": 8, "max_iters": 0, "warmup": 0},
     "by-table": {"newton_iters_by_t": {1: 0}},
 }
-OFF: dict[str, object] = {"residual_fail": None, "residual_atol": None}
+OFF: dict[str, Any] = {"residual_fail": None, "residual_atol": None}
 FEW = {"cell": ("ParaGRU", "Echo")}
 
 
@@ -52,7 +53,7 @@ def converged_means_right(target: Target, cell: str, dtype: str, regime: str) ->
     """Over pinned counts and segment lengths: where a solve says converged, its true error is within the agreement."""
     allowed, wrong = default_agreement_atol(np.dtype(dtype)), []
     for seed in (0, 1):
-        case = Case(cell, dtype, time=128, width=16, features=1, regime=regime, seed=seed)
+        case = Case(cell, dtype, time=128, width=16, regime=regime, seed=seed, coarse=True)
         host = numbers(case).cell
         loop = target.run(case, segment_len=case.time)
         for length in (1, 16):
@@ -81,7 +82,7 @@ def gate(target: Target, cell: str, how: str) -> None:
     """Above `residual_fail` a pinned solve raises, with its stats, before a state or a gradient can be used."""
     case = _loose(cell)
     given = target.give(case)
-    options = {"max_iters": 0, "residual_fail": 1e-6, "residual_atol": None}
+    options: dict[str, Any] = {"max_iters": 0, "residual_fail": 1e-6, "residual_atol": None}
     if cell == "ParaSLSTM":
         options.update(picard_iters=0, picard_adapt=False)
     try:
@@ -111,7 +112,7 @@ def residual(target: Target, cell: str, count: int) -> None:
     case = _loose(cell, 50)
     host, x, h0 = numbers(case)
     stats = NewtonStats()
-    options: dict[str, object] = {"max_iters": count, **OFF}
+    options: dict[str, Any] = {"max_iters": count, **OFF}
     if cell == "ParaSLSTM":
         options.update(coords="native", picard_iters=0, picard_adapt=False)
     with loose_solves_allowed():

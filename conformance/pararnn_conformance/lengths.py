@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pararnn import NewtonStats, default_agreement_atol
@@ -17,7 +19,7 @@ DTYPES = ("float32", "float64")
 GRADIENT_TOL = {"float32": 2e-4, "float64": 1e-9}
 # 'auto' is what users get; 'segments' forces many joints at every length that has room for them, and a short last
 # segment.
-PATHS: dict[str, dict[str, int]] = {"auto": {}, "segments": {"segment_len": 4}}
+PATHS: dict[str, dict[str, Any]] = {"auto": {}, "segments": {"segment_len": 4}}
 FEW = {"cell": ("ParaGRU", "Echo"), "time": (0, 65), "path": ("segments",)}
 
 

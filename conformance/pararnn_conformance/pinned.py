@@ -5,6 +5,8 @@ Off the fixed point nothing corrects a faulty scan, so these checks see what an 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pararnn import NewtonStats
@@ -14,21 +16,21 @@ from pararnn_conformance.expect import error_of, expect, expect_agreement, expec
 from pararnn_conformance.registration import check
 from pararnn_conformance.target import Target
 
-OFF: dict[str, object] = {"residual_fail": None, "residual_atol": None}
+OFF: dict[str, Any] = {"residual_fail": None, "residual_atol": None}
 # Public coordinates and no Picard start, so that every cell starts where the reference does.
-PLAIN: dict[str, object] = {**OFF, "coords": "native"}
+PLAIN: dict[str, Any] = {**OFF, "coords": "native"}
 TOL = {"float32": 2e-4, "float64": 1e-9}
 FEW = {"cell": ("ParaGRU", "Echo"), "dtype": ("float32",)}
 
 
-def _options(cell: str, **more: object) -> dict[str, object]:
-    picard: dict[str, object] = {"picard_iters": 0, "picard_adapt": False} if cell == "ParaSLSTM" else {}
+def _options(cell: str, **more: Any) -> dict[str, Any]:
+    picard: dict[str, Any] = {"picard_iters": 0, "picard_adapt": False} if cell == "ParaSLSTM" else {}
     return {**PLAIN, **picard, **more}
 
 
 def _loose(cell: str, dtype: str, time: int) -> Case:
     """Slow to forget, so that K iterations are far from enough and every joint matters."""
-    return Case(cell, dtype, time, features=1, regime="gentle" if cell == "ParaSLSTM" else "long")
+    return Case(cell, dtype, time, coarse=True, regime="gentle" if cell == "ParaSLSTM" else "long")
 
 
 @check("P11 O01 O02", cell=CELLS, dtype=("float32", "float64"), count=(0, 1), few={**FEW, "count": (1,)})
@@ -59,7 +61,7 @@ def corrections(target: Target, cell: str, dtype: str, count: int) -> None:
 def exact_prefix(target: Target, cell: str, regime: str) -> None:
     """After K corrections the first K+1 segments are the time loop's, bit for bit."""
     target.needs_comparable_bits("float32")
-    case = Case(cell, time=64, width=16, features=1, regime=regime)
+    case = Case(cell, time=64, width=16, regime=regime, coarse=True)
     loop = target.run(case, segment_len=case.time)
     for count in (0, 1, 3):
         with loose_solves_allowed():
@@ -94,7 +96,7 @@ def early_stop(target: Target, cell: str) -> None:
     """A pinned solve stops at `residual_atol`, never makes more than K iterations, and counts what it made."""
     case = Case(cell)
     stats = NewtonStats()
-    options = {} if cell != "ParaSLSTM" else {"picard_adapt": False}
+    options: dict[str, Any] = {} if cell != "ParaSLSTM" else {"picard_adapt": False}
     target.run(case, stats=stats, max_iters=40, residual_atol=1e-4, **options)
     expect(0 < stats.iters < 40 and stats.max_residual < 1e-4, f"{stats.iters} iterations to {stats.max_residual:.1e}")
     with loose_solves_allowed():

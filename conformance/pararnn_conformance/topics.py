@@ -1,4 +1,4 @@
-"""The topic files, in the order in which their checks run; importing them registers the checks."""
+"""The topic files; importing them registers their checks."""
 
 from pararnn_conformance import (
     agreement,
@@ -13,6 +13,15 @@ from pararnn_conformance import (
     refusals,
 )
 
-topics = (lengths, agreement, gradients, laws, memory, hard_regimes, honesty, pinned, quiet, refusals)
-
-__all__ = ["topics"]
+__all__ = [
+    "agreement",
+    "gradients",
+    "hard_regimes",
+    "honesty",
+    "laws",
+    "lengths",
+    "memory",
+    "pinned",
+    "quiet",
+    "refusals",
+]

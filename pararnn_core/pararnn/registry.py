@@ -12,6 +12,7 @@ from pararnn.backend import Backend
 from pararnn.errors import BackendUnavailableError
 from pararnn.front import FRONTS
 from pararnn.problem import Problem
+from pararnn.solve import check_structure, picard_sweeps, solve_cell_of
 
 GROUP = "pararnn.backends"
 # Names that the described system used for the path without kernels.
@@ -99,10 +100,15 @@ def choose(problem: Problem) -> Choice:
     can, highest priority first; the array backend comes last and runs on every library.
 
     Raises:
-        ValueError: no backend of that name.
+        ValueError: no backend of that name, or a Jacobian structure that the cell does not have.
         BackendUnavailableError: the named backend cannot run here.
-        TypeError: the named backend does not take this problem, or an option needs a backend that is not here.
+        TypeError: the named backend does not take this problem, or an option needs a backend that is not here or a
+            cell of another kind.
     """
+    # Orders that the cell itself cannot follow are refused whoever would run it.
+    solve_cell_of(problem.cell, problem.config)
+    check_structure(problem.cell, problem.config)
+    picard_sweeps(problem.cell, problem.config)
     known = backends()
     wanted = _ALIASES.get(problem.config.scan_backend, problem.config.scan_backend)
     if wanted != "auto":
