@@ -12,6 +12,7 @@ from llvmlite import ir
 from pararnn_cpu.vector_math import VectorMath
 
 I64 = ir.IntType(64)
+CACHE_LINE = 64
 
 
 @dataclass(frozen=True)
@@ -73,15 +74,16 @@ class Code:
         kind = ir.DoubleType() if self.double else ir.FloatType()
         return self.b.load(self.b.inttoptr(address, kind.as_pointer()))
 
-    def prefetch(self, address: Any, width: int, write: bool) -> None:
-        i32 = ir.IntType(32)
-        byte = ir.IntType(8).as_pointer()
-        name = "llvm.prefetch.p0"
+    def prefetch(self, address: Any, width: int, writes: bool) -> None:
+        """Fetches `width` numbers into cache; an address outside every array is ignored."""
+        byte, i32 = ir.IntType(8).as_pointer(), ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, i32, i32, i32])
-        f = self.module.globals.get(name) or ir.Function(self.module, kind, name)
-        for k in range(0, width * self.item, 64):
-            place = self.b.inttoptr(self.b.add(address, ir.Constant(I64, k)), byte)
-            self.b.call(f, [place, ir.Constant(i32, int(write)), ir.Constant(i32, 3), ir.Constant(i32, 1)])
+        name = "llvm.prefetch.p0"
+        function = self.module.globals.get(name) or ir.Function(self.module, kind, name)
+        near, data = ir.Constant(i32, 3), ir.Constant(i32, 1)
+        for offset in range(0, width * self.item, CACHE_LINE):
+            place = self.b.inttoptr(self.b.add(address, ir.Constant(I64, offset)), byte)
+            self.b.call(function, [place, ir.Constant(i32, int(writes)), near, data])
 
     def least(self, x: Any, y: Any) -> Any:
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)

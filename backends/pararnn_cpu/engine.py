@@ -12,23 +12,41 @@ import numpy as np
 from pararnn.engine import Costs, LoopResult
 from pararnn.programs import LoopProgram
 from pararnn_cpu.compile import compiled, machine
+from pararnn_cpu.emit import CACHE_LINE
 from pararnn_cpu.print_llvm import TILE, Form, print_loop
-from pararnn_cpu.threads import run_all, shares
+from pararnn_cpu.threads import run_all, shares, thread_count
 from pararnn_numpy.engine import UfuncEngine
 
 # Operations (one lane each) below which a second thread costs more than it brings.
 WORTH_A_THREAD = 1_000_000
-# Vector registers side by side in a block of lanes: the chain of one hides behind the other's.
+# Vector registers side by side in a block of lanes, so that the chain of one hides behind the other's; and the time
+# that one block of twice the width takes.
 VECTORS_PER_BLOCK = 2
+COST_OF_DOUBLE = 1.7
 # Lanes of a block where a library is called lane by lane.
 LIBRARY_LANES = 8
-CACHE_LINE = 64
 
 
-def block_width(lanes: int, double: bool, library: bool) -> int:
-    """Lanes of a block, a power of two and no more than there are to fill."""
-    most = LIBRARY_LANES if library else VECTORS_PER_BLOCK * machine().vector_bytes // (8 if double else 4)
-    return min(most, 1 << max(0, lanes - 1).bit_length())
+def block_width(batch: int, lanes: int, double: bool, library: bool) -> int:
+    """Lanes of a block: a power of two, no more than there are to fill, and best for all threads together."""
+    full = 1 << max(0, lanes - 1).bit_length()
+    if library:
+        return min(LIBRARY_LANES, full)
+    width = VECTORS_PER_BLOCK * machine().vector_bytes // (8 if double else 4)
+    if full <= width:
+        return full
+    threads = thread_count()
+
+    def turns(width: int) -> int:
+        return -(-batch * -(-lanes // width) // threads)
+
+    return 2 * width if turns(2 * width) * COST_OF_DOUBLE < turns(width) else width
+
+
+def product_width(columns: int, dtype: Any) -> int:
+    """Columns of a matrix product that are made at a time."""
+    most = VECTORS_PER_BLOCK * machine().vector_bytes // np.dtype(dtype).itemsize
+    return min(most, 1 << max(0, columns - 1).bit_length())
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -111,7 +129,7 @@ def run_loop(
     example = next(a for a in (*parts[0].rows, *parts[0].kept, *parts[0].stored))
     batch, _, lanes = example.shape
     double = example.dtype == np.float64
-    width = block_width(lanes, double, exact)
+    width = block_width(batch, lanes, double, exact)
     form = Form(
         width=width,
         full=lanes >= width,

@@ -27,6 +27,8 @@ FIELDS = 3
 # Steps whose projections are made at once: few enough to stay in the first cache, a multiple of the rows that the
 # matrix product works on at a time.
 TILE = 48
+# Rows ahead that are fetched into cache: the processor does not guess the way through narrow columns of large arrays.
+PREFETCH = 16
 
 
 @dataclass(frozen=True)
@@ -155,15 +157,10 @@ class _Block:
         code, math, mask, form = self.code, self.math, self.mask, self.form
         with code.loop("steps", ir.Constant(I64, 0), count, carried=values) as step:
             row = code.b.add(first, code.b.mul(step.index, code.argument(7)))
-            import os
-            ahead = int(os.environ.get("AHEAD", "0"))
-            if ahead:
-                later = code.b.add(row, self.times(code.argument(7), ahead))
-                for place in self.rows:
-                    code.prefetch(self.at(place, later), form.width, False)
-                if os.environ.get("AHEADW"):
-                  for place in (*self.kept, *self.stored):
-                    code.prefetch(self.at(place, later), form.width, True)
+            later = code.b.add(row, self.times(code.argument(7), PREFETCH))
+            for writes, places in ((False, self.rows), (True, (*self.kept, *self.stored))):
+                for place in places:
+                    code.prefetch(self.at(place, later), form.width, writes)
             read = [math.load(self.at(p, row), mask) for p in self.rows]
             read[form.projected[0] : form.projected[0]] = projected(step.index)
             new, stores, totals = self.step(step.values, read)

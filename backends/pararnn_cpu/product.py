@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 
 from pararnn_cpu.compile import compiled, machine
-from pararnn_cpu.engine import WORTH_A_THREAD, block_width, blocks_of, run_each
+from pararnn_cpu.engine import WORTH_A_THREAD, blocks_of, product_width, run_each
 from pararnn_cpu.print_product import print_product
 from pararnn_cpu.threads import run_all, shares
 
@@ -22,7 +22,7 @@ def multiply(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
     """out[b] = left[b] @ right, for left (B, R, K), right (K, N) and out (B, R, N), the last axis of unit stride."""
     batch, rows, depth = left.shape
     columns = right.shape[1]
-    width = block_width(columns, right.dtype == np.float64, False)
+    width = product_width(columns, right.dtype)
     packed = blocks_of(right.T, width)
     blocks = packed.shape[0]
     run = _kernel(width, columns, right.dtype == np.float64, False)
@@ -49,7 +49,7 @@ def add_products(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
     """out += Σ_b left[b] @ right[b], for left (B, R, K), right (B, K, N) with unit stride along N, and out (R, N)."""
     batch, rows, depth = left.shape
     columns = right.shape[2]
-    width = block_width(columns, right.dtype == np.float64, False)
+    width = product_width(columns, right.dtype)
     run = _kernel(width, columns, right.dtype == np.float64, True)
     tasks, held = [], []
     for begin, end in shares(rows, batch * rows * depth * columns // WORTH_A_THREAD):

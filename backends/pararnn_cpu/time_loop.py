@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from pararnn.adjoint import Gradients, collect_gradients
@@ -11,8 +13,9 @@ from pararnn.programs import programs_of
 from pararnn_cpu.engine import Operands, Projection, lanes_first, run_loop
 from pararnn_cpu.product import add_products, multiply
 
-# Bytes of the arrays that live for one stretch of time only: converted inputs, cotangents of the gates.
-STRETCH_BYTES = 8 * 2**20
+# Bytes of the arrays that live for one stretch of time only, converted inputs and cotangents of the gates: they stay in
+# cache until the products that read them.
+STRETCH_BYTES = 2 * 2**20
 
 
 def _work(problem: Problem) -> np.dtype:
@@ -67,9 +70,13 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     future = [np.zeros((batch, width), work) for _ in range(size)]
     sums = [np.zeros((batch, width), work) for _ in range(len(params) + gates)]
     d_x, d_weight = np.empty(problem.x.shape, work), np.zeros((gates * width, features), work)
-    for part in reversed(_stretches(problem, gates * width + features)):
+    stretches = _stretches(problem, gates * width + features)
+    # One buffer for all: fresh memory has to be cleared by the system, page by page.
+    buffer = np.empty(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width, work)
+    for part in reversed(stretches):
         inputs = lanes_first(problem.x[:, part], work)
-        d_gates = np.empty((batch, part.stop - part.start, gates, width), work)
+        shape = (batch, part.stop - part.start, gates, width)
+        d_gates = buffer[: math.prod(shape)].reshape(shape)
 
         def operands(steps: slice, previous: list[np.ndarray], part: slice = part, d_gates: np.ndarray = d_gates,
                      inputs: np.ndarray = inputs) -> Operands:  # fmt: skip

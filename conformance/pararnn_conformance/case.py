@@ -41,8 +41,8 @@ class Case:
         regime: 'gentle' (initial weights, clamped by default); 'clamped' (weights 3·N(0,1), most of them beyond the
             clamp); 'strong' (the same without a clamp); 'wild' (and inputs three times as large); 'long' (gates that
             keep the state); 'latch' (recurrent weights uniform in ±15).
-        coarse: inputs and input weights are multiples of 1/32, so that gate inputs are exact in every order of evaluation
-            and results can be compared bit for bit.
+        coarse: inputs and input weights are multiples of 1/32, so that gate inputs are exact in every order of
+            evaluation and results can be compared bit for bit.
         start: whether there is an h0.
     """
 

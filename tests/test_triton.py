@@ -1,0 +1,163 @@
+"""The generated Triton kernels: on a CUDA card as they are, elsewhere in Triton's interpreter on small shapes."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="the kernels take torch tensors")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from pararnn import (  # noqa: E402
+    BackendUnavailableError,
+    ChannelwiseCell,
+    NewtonConfig,
+    NewtonStats,
+    ParaGRU,
+    ParaLSTM,
+    ParaSLSTM,
+    ParaTanh,
+    explain,
+    newton_apply,
+    newton_vjp,
+    sequential_apply,
+)
+
+ON_CARD = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CARD else "cpu"
+if not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1":
+    # Triton reads the switch when it is first imported, so it cannot be thrown here.
+    pytest.skip("no CUDA card; .ci/run runs this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
+
+
+class Leaky(ChannelwiseCell):
+    """A user's cell with two slots that depend on each other one way."""
+
+    slots, gates, params, hidden = ("h", "y"), ("u", "k"), ("a", "w"), "y"
+
+    def step(self, xp, h, y, u, k, a, w):
+        h = 0.8 * h + 0.2 * xp.tanh(a * y + u)
+        return h, xp.maximum(0.9 * y, xp.exp(-(k * k)) * h) - w * y / (1.0 + xp.abs(y))
+
+
+def scaled(cell, factor: float):
+    """The cell without its clamp and with recurrent weights `factor` times as large."""
+    grown = {n: a * factor for n, a in cell.arrays.items() if not n.startswith("W_x")}
+    return cell.replace(max_recurrent_norm=None, **grown)
+
+
+def inputs(batch: int, time: int, features: int = 3, seed: int = 1):
+    x = np.random.default_rng(seed).standard_normal((batch, time, features)).astype(np.float32)
+    return torch.from_numpy(x).to(DEVICE)
+
+
+def relative(mine, true) -> float:
+    return float((mine.double() - true.double()).abs().max() / true.double().abs().max())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("kind", [ParaGRU, ParaLSTM, ParaTanh, ParaSLSTM, Leaky])
+@pytest.mark.parametrize("length", [None, 16])
+def test_forward_and_gradients_equal_the_time_loop(kind, length):
+    """P01 and the adjoint, for every cell, as one loop and as segments that do not divide T."""
+    if kind is ParaSLSTM and length:
+        pytest.skip("sLSTM runs as one loop on this backend: its long memory does not settle by segments")
+    cell = kind(3, 5, seed=0, xp=torch, device=DEVICE)
+    x = inputs(2, 45)
+    h0 = 0.3 * torch.rand(2, *cell.state_shape, device=DEVICE)
+    config = NewtonConfig(scan_backend="triton", segment_len=length)
+    stats = NewtonStats()
+    states, pullback = newton_vjp(cell, x, config, h0, stats=stats)
+    assert relative(states, sequential_apply(cell, x, h0)) < 2e-6
+    assert stats.converged and stats.path == ("segments" if length else "sequential")
+    wide = cell.to(dtype=torch.float64)
+    reference, wide_pullback = newton_vjp(wide, x.double(), NewtonConfig(scan_backend="array"), h0.double())
+    g = torch.from_numpy(np.random.default_rng(5).standard_normal(reference.shape)).to(DEVICE)
+    mine, true = pullback(g.float()), wide_pullback(g)
+    assert relative(mine.x, true.x) < 1e-4
+    assert relative(mine.h0, true.h0) < 1e-4
+    for name, value in true.params.items():
+        assert relative(mine.params[name], value) < 1e-4, name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("passes", [3, 4])
+def test_what_does_not_settle_is_walked_exactly(passes):
+    """O09: large weights, warm-up too short; the result is still the time loop's."""
+    cell = scaled(ParaGRU(3, 6, seed=0, xp=torch, device=DEVICE), 12.0)
+    x = 3.0 * inputs(1, 60)
+    stats = NewtonStats()
+    config = NewtonConfig(scan_backend="triton", segment_len=8, warmup=2, max_passes=passes)
+    states = newton_apply(cell, x, config, stats=stats)
+    loop = newton_apply(cell, x, NewtonConfig(scan_backend="triton"))
+    assert float((states - loop).abs().max()) < 1e-5
+    assert stats.converged
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_a_nan_stays_where_the_loop_has_it():
+    """O08: steps before the NaN are right, those after it are NaN, other sequences are untouched bit for bit."""
+    cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)
+    x = inputs(2, 40)
+    config = NewtonConfig(scan_backend="triton", segment_len=8, warmup=8)
+    clean = newton_apply(cell, x, config)
+    x[0, 13, 0] = float("nan")
+    states = newton_apply(cell, x, config)
+    assert torch.equal(states[1], clean[1])
+    assert torch.equal(states[0, :13], clean[0, :13])
+    assert bool(states[0, 13:].isnan().all())
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_half_precision_is_computed_in_single():
+    """P21: fp16 storage, fp32 algebra."""
+    cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)
+    x = inputs(1, 30)
+    half = newton_apply(cell.to(dtype=torch.float16), x.half(), NewtonConfig(scan_backend="triton", segment_len=8))
+    assert half.dtype == torch.float16
+    assert relative(half, sequential_apply(cell, x)) < 5e-3
+
+
+def test_non_contiguous_input_and_empty_axes():
+    """P42 and O52."""
+    cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)
+    config = NewtonConfig(scan_backend="triton")
+    x = inputs(4, 20)
+    assert torch.equal(newton_apply(cell, x[::2], config), newton_apply(cell, x[::2].contiguous(), config))
+    assert newton_apply(cell, x[:, :0], config).shape == (4, 0, 4)
+    assert newton_apply(cell, x[:0], config).shape == (0, 20, 4)
+
+
+def test_refusals_are_sentences():
+    cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)
+    x = inputs(1, 5)
+    with pytest.raises(TypeError, match="float32"):
+        newton_apply(cell.to(dtype=torch.float64), x.double(), NewtonConfig(scan_backend="triton"))
+    with pytest.raises(TypeError, match="pinned"):
+        newton_apply(cell, x, NewtonConfig(scan_backend="triton", max_iters=2))
+    with pytest.raises(TypeError, match="torch tensors"):
+        newton_apply(ParaGRU(3, 4, seed=0), np.ones((1, 5, 3), np.float32), NewtonConfig(scan_backend="triton"))
+
+
+@pytest.mark.skipif(ON_CARD, reason="only where kernels are interpreted")
+def test_auto_leaves_the_interpreter_to_tests():
+    text = str(explain(ParaGRU(3, 4, seed=0, xp=torch), inputs(1, 5)))
+    assert "not      triton" in text and "interpreter" in text
+
+
+def test_a_foreign_triton_is_an_error_only_where_it_was_named(monkeypatch):
+    """P22: a version outside the tested range gives a sentence; `auto` goes elsewhere."""
+    import triton
+    from pararnn_triton.environment import environment_sentence
+
+    cell, x = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE), inputs(1, 5)
+    monkeypatch.setattr(triton, "__version__", "2.9.1")
+    environment_sentence.cache_clear()
+    try:
+        with pytest.raises(BackendUnavailableError, match=r"2\.9\.1"):
+            newton_apply(cell, x, NewtonConfig(scan_backend="triton"))
+        assert explain(cell, x).backend != "triton"
+    finally:
+        environment_sentence.cache_clear()
