@@ -83,7 +83,8 @@ def measure(kind, batch, time, width, features, backend, budget, both=True):
             pullback(cotangent)
 
         row["loop_train_ms"] = (
-            best_of(lambda: loop_baseline.forward_and_backward(cell, x, cotangent), budget_s=budget, least=2)["min"] * 1e3
+            best_of(lambda: loop_baseline.forward_and_backward(cell, x, cotangent), budget_s=budget, least=2)["min"]
+            * 1e3
         )
         row["ours_train_ms"] = best_of(train, budget_s=budget)["min"] * 1e3
         row["train_x"] = row["loop_train_ms"] / row["ours_train_ms"]
@@ -92,7 +93,9 @@ def measure(kind, batch, time, width, features, backend, budget, both=True):
 
 
 def show(row) -> None:
-    train = f"{row['loop_train_ms']:9.1f} {row['ours_train_ms']:9.1f} {row['train_x']:6.1f}x" if "train_x" in row else ""
+    train = (
+        f"{row['loop_train_ms']:9.1f} {row['ours_train_ms']:9.1f} {row['train_x']:6.1f}x" if "train_x" in row else ""
+    )
     print(
         f"{row['cell']:6}{row['B']:4}{row['T']:8}{row['D']:5}  {row['path']:10} L={row['L']:<6} "
         f"{row['loop_ms']:9.1f} {row['ours_ms']:9.1f} {row['forward_x']:6.1f}x {train}  err {row['error']:.0e}"
@@ -124,7 +127,9 @@ def main() -> None:
     options = parser.parse_args()
     head = header(backend=options.backend)
     print(" | ".join(f"{k} {v}" for k, v in head.items()))
-    print(f"{'cell':6}{'B':>4}{'T':>8}{'D':>5}  {'path':18} {'loop ms':>9} {'ours ms':>9} {'':7} {'loop f+b':>9} {'ours f+b':>9}")
+    print(
+        f"{'cell':6}{'B':>4}{'T':>8}{'D':>5}  {'path':18} {'loop ms':>9} {'ours ms':>9} {'':7} {'loop f+b':>9} {'ours f+b':>9}"
+    )
     rows = []
     for kind in options.cells:
         rows.append(measure(kind, 1, 16384, 64, 64, options.backend, options.budget))
@@ -143,7 +148,10 @@ def main() -> None:
         for kind in options.cells:
             rows.append(memory(kind, 131072, 64, options.backend))
             print(f"{kind}: peak of a training step at T=131072, D=64: {rows[-1]['ratio']:.2f}x inputs and states")
-    print("saved", save(f"cpu_{options.backend}" + ("_quick" if options.quick else ""), head, rows).relative_to(Path.cwd()))
+    print(
+        "saved",
+        save(f"cpu_{options.backend}" + ("_quick" if options.quick else ""), head, rows).relative_to(Path.cwd()),
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from timing import header, save
 
 from pararnn import NewtonConfig, ParaGRU, ParaLSTM, ParaSLSTM, newton_vjp
 from pararnn.programs import programs_of
-from pararnn_triton.launch import run_backward, run_forward
+from pararnn_triton.launch import run_forward
 from pararnn_triton.shape import Shape, choose_shape
 
 SHAPES = ((8, 256, 256), (8, 2048, 256), (8, 16384, 256), (1, 131072, 256), (1, 16384, 64), (64, 2048, 1024))
@@ -114,11 +114,17 @@ def check(cell, params, gates, shape: Shape, steps: int = 512) -> float:
         for t in range(steps):
             state = cell.step(torch, *state, *wide[:, t].unbind(1), *p)
             for s, value in enumerate(state):
-                worst = max(worst, float((states[some, first + t, s].double() - value).abs().max())) if t % 64 == 63 else worst
+                worst = (
+                    max(worst, float((states[some, first + t, s].double() - value).abs().max()))
+                    if t % 64 == 63
+                    else worst
+                )
     return worst
 
 
-def kernel_row(kind, batch: int, time: int, width: int, bandwidth: float, shape: Shape | None = None, dtype=torch.float32):
+def kernel_row(
+    kind, batch: int, time: int, width: int, bandwidth: float, shape: Shape | None = None, dtype=torch.float32
+):
     cell, params, gates = problem(kind, batch, time, width, dtype)
     programs = programs_of(cell)
     chosen = shape or choose_shape(batch, time, width, segment_len=None, warmup=None, passes=4, long_memory=False)
@@ -155,7 +161,8 @@ def show(row) -> None:
     extra = "".join(f" {k[:-3]} {row[k]:.3f}" for k in ("loop_ms", "cudnn_ms") if row.get(k))
     print(
         f"{row['cell']:9}{row['B']:3}{row['T']:7}{row['D']:5} {row['dtype']:8} floor {row['floor_ms']:.4f} ours "
-        f"{row['ours_ms']:.4f} bar {bar:.2f} call {row['called_ms']:.4f} host {row['host_us']:.0f}us err {row['error']:.0e} "
+        f"{row['ours_ms']:.4f} bar {bar:.2f} call {row['called_ms']:.4f} "
+        f"host {row['host_us']:.0f}us err {row['error']:.0e} "
         f"L={row['L']} C={row['C']} W={row['W']} BD={row['BD']}/{row['warps']} inexact {row['inexact']:.3f}{extra}",
         flush=True,
     )
@@ -199,7 +206,9 @@ def tune(bandwidth: float, shapes) -> None:
         rows = []
         lanes = batch * width
         lengths = [l for l in (64, 128, 256, 512) if l * 2 <= time]
-        options = [Shape(time, 1, 0, block, warps, 1) for block, warps in ((32, 1), (64, 2), (128, 4))] if time < 4096 else []
+        options = (
+            [Shape(time, 1, 0, block, warps, 1) for block, warps in ((32, 1), (64, 2), (128, 4))] if time < 4096 else []
+        )
         if lanes < 65536:
             for length, warm, (block, warps) in itertools.product(lengths, (32, 64), ((32, 1),)):
                 if warm <= length:

@@ -150,6 +150,7 @@ def test_auto_leaves_the_interpreter_to_tests():
 def test_a_foreign_triton_is_an_error_only_where_it_was_named(monkeypatch):
     """P22: a version outside the tested range gives a sentence; `auto` goes elsewhere."""
     import triton
+
     from pararnn_triton.environment import environment_sentence
 
     cell, x = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE), inputs(1, 5)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, namespace_name
 from pararnn.backend import Backend
 from pararnn.engine import ArrayEngine
+from pararnn.errors import BackendUnavailableError
 from pararnn.lyapunov import largest_exponent
 from pararnn.plan import Plan
 from pararnn.problem import Problem
 from pararnn.solve import plan_for
 from pararnn.stats import NewtonStats
+from pararnn_cpu.views import back_to_caller, numpy_problem, refuse_arrays, view
+from pararnn_numpy.engine import UfuncEngine
+
+# Predicted microseconds without compiled loops from which `auto` takes them: a run of a few milliseconds soon pays for
+# the tenth of a second that compiling takes, and what is shorter is mostly run once. It depends on nothing but the
+# problem, so that the same call always gives the same bits.
+WORTH_COMPILING_US = 5000.0
 
 
 class CpuBackend(Backend):
@@ -23,16 +33,34 @@ class CpuBackend(Backend):
         self.priority = -10 if exact else 20
 
     def probe(self) -> str | None:
-        try:
-            import llvmlite.binding  # noqa: F401
-        except Exception as error:
-            return f"llvmlite does not import ({type(error).__name__}: {error}); pip install 'pararnn[cpu]'"
+        # Found, not imported: most problems that `auto` asks about end up elsewhere.
+        if find_spec("llvmlite") is None:
+            return "llvmlite is not installed; pip install 'pararnn[cpu]'"
         return None
 
     def accepts(self, problem: Problem) -> str | None:
-        if namespace_name(problem.xp) != "numpy":
-            return f"it takes NumPy arrays, and these are {namespace_name(problem.xp)}'s"
-        return super().accepts(problem)
+        sentence = refuse_arrays(problem) or super().accepts(problem)
+        if sentence is not None:
+            return sentence
+        if problem.config.scan_backend == "auto" and (small := self._not_worth_it(problem)):
+            return small
+        try:
+            import llvmlite.binding  # noqa: F401
+        except Exception as error:
+            sentence = f"llvmlite does not import ({type(error).__name__}: {error}); pip install 'pararnn[cpu]'"
+            if problem.config.scan_backend == "auto":
+                return sentence
+            raise BackendUnavailableError(f"scan_backend={self.name!r} cannot run here: {sentence}") from error
+        return None
+
+    def _not_worth_it(self, problem: Problem) -> str | None:
+        plain = namespace_name(problem.xp) == "numpy"
+        costs = UfuncEngine.costs if plain else ArrayEngine.costs
+        us = plan_for(problem, costs).predicted_us
+        if us >= WORTH_COMPILING_US:
+            return None
+        library = "NumPy" if plain else "torch"
+        return f"this problem takes {library} about {us / 1000:.2g} ms; compiling would not pay"
 
     def engine(self, problem: Problem) -> ArrayEngine:
         from pararnn_cpu.engine import CompiledEngine
@@ -40,11 +68,17 @@ class CpuBackend(Backend):
         return CompiledEngine(problem.xp, self.exact)
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
-        from pararnn_cpu.time_loop import run_forward
-
+        problem, give = numpy_problem(problem)
         plan = self._loop_plan(problem)
         if plan is None:
-            return super().newton(problem)
+            states, stats = super().newton(problem)
+        else:
+            states, stats = self._time_loop(problem, plan)
+        return give(states), stats
+
+    def _time_loop(self, problem: Problem, plan: Plan) -> tuple[Array, NewtonStats]:
+        from pararnn_cpu.time_loop import run_forward
+
         states = run_forward(problem, self.exact)
         _, time, _, _ = problem.shape
         stats = NewtonStats(
@@ -66,9 +100,11 @@ class CpuBackend(Backend):
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
         from pararnn_cpu.time_loop import run_backward
 
+        problem, give = numpy_problem(problem)
+        states, cotangent = view(states), view(cotangent)
         if self._loop_plan(problem) is None:
-            return super().pull_back(problem, states, cotangent)
-        return run_backward(problem, states, cotangent, self.exact)
+            return back_to_caller(super().pull_back(problem, states, cotangent), give)
+        return back_to_caller(run_backward(problem, states, cotangent, self.exact), give)
 
     def _loop_plan(self, problem: Problem) -> Plan | None:
         """The plan if the compiled time loop is the way, else None."""

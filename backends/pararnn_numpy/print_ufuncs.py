@@ -47,7 +47,8 @@ class _Buffers:
     """Names for buffers, given out and taken back while the code is printed."""
 
     def __init__(self, prefix: str) -> None:
-        self.prefix, self.free, self.count = prefix, [], 0
+        self.prefix, self.count = prefix, 0
+        self.free: list[str] = []
 
     def take(self) -> str:
         if self.free:

@@ -1,4 +1,4 @@
-"""vmap over a solve: a mapped axis is more batch where the parameters are shared, and a solve each where they are not."""
+"""vmap over a solve: the mapped axis is more batch where parameters are shared, and one solve each where they are not."""
 
 from __future__ import annotations
 

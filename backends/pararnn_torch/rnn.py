@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +19,8 @@ from pararnn.verify import AgreementReport, verify_layers
 from pararnn_torch.apply import apart, autocasts
 from pararnn_torch.layer import CellLayer, initial_values
 
+# What the printed form leaves out.
+_USUAL = {"solver": "auto", "batch_first": True, "hidden_layout": "paper", "dropout": 0.0, "return_hidden": False}
 _SOLVERS = ("auto", "newton", "sequential")
 _LAYOUTS = ("paper", "pytorch")
 
@@ -105,7 +108,9 @@ class ParaRNN(nn.Module):
                     f"ParaRNN: a layer of {above.d_in} input features cannot read one of {below.d_h} channels; "
                     "give each cell the width of the one before it"
                 )
-        self.layers = nn.ModuleList(CellLayer(c) for c in cells)
+        if hidden_layout == "pytorch" and len({(c.slots, c.d_h) for c in cells}) > 1:
+            raise ValueError("ParaRNN: hidden_layout='pytorch' stacks the layers' states, so all need the same shape")
+        self.layers = nn.ModuleList([CellLayer(c) for c in cells])
         self.num_layers = len(cells)
         self.config = NewtonConfig() if config is None else config
         self.return_hidden, self.output_hidden = bool(return_hidden), output_hidden
@@ -113,10 +118,13 @@ class ParaRNN(nn.Module):
         self.dropout = float(dropout)
         self._agreement_checked = False
 
+    def _stack(self) -> list[CellLayer]:
+        return cast(list[CellLayer], list(self.layers))
+
     @property
     def last_stats(self) -> NewtonStats | None:
         """Of the last forward; None before the first."""
-        found = [layer.last_stats for layer in self.layers if layer.last_stats is not None]
+        found = [layer.last_stats for layer in self._stack() if layer.last_stats is not None]
         return found[0] if len(found) == 1 else _worst(found) if found else None
 
     def forward(self, x: torch.Tensor, h0: Any = None, cu_seqlens: torch.Tensor | None = None) -> Any:
@@ -132,7 +140,7 @@ class ParaRNN(nn.Module):
             self._check_first(x, starts)
         config = replace(self.config, verify_first_step=False) if parallel else None
         ends, y = [], x
-        for k, (layer, start) in enumerate(zip(self.layers, starts, strict=True)):
+        for k, (layer, start) in enumerate(zip(self._stack(), starts, strict=True)):
             states = layer(y, start, config)
             ends.append(self._end(layer.kind, states, start))
             y = _hidden(layer.kind, states)
@@ -150,7 +158,7 @@ class ParaRNN(nn.Module):
         if x.ndim != 3:
             axes = "(B, T, I)" if self.batch_first else "(T, B, I)"
             raise ValueError(f"ParaRNN: x must have 3 axes {axes}, got shape {tuple(x.shape)}")
-        first = self.layers[0]
+        first = self._stack()[0]
         if x.shape[2] != first.kind.d_in:
             raise ValueError(f"ParaRNN: the first layer takes {first.kind.d_in} features, got shape {tuple(x.shape)}")
         if not x.is_floating_point():
@@ -166,34 +174,41 @@ class ParaRNN(nn.Module):
         """A starting state in the cell's own layout for each layer."""
         if h0 is None:
             return [None] * self.num_layers
-        if self.hidden_layout == "pytorch":
-            return self._starts_from_stacked(h0)
-        if isinstance(h0, torch.Tensor) and (self.num_layers == 1 or h0.shape[0:1] == (self.num_layers,)):
-            deep = h0.ndim == 2 + len(self.layers[0].kind.state_shape)
-            if self.num_layers == 1 and not deep:
-                return [h0]
-            if deep and h0.shape[0] == self.num_layers:
-                return list(h0.unbind(0))
-        if isinstance(h0, (list, tuple)) and len(h0) == self.num_layers:
-            return list(h0)
-        state = " × ".join(["B", *map(str, self.layers[0].kind.state_shape)])
-        wanted = f"a tensor {state}" if self.num_layers == 1 else f"a list of {self.num_layers} states {state} or None"
-        raise ValueError(f"ParaRNN: h0 must be {wanted}, got {_shapes(h0)}")
+        if not isinstance(h0, (torch.Tensor, list, tuple)):
+            raise TypeError(f"ParaRNN: h0 must be a tensor, or a list or tuple of tensors, got {type(h0).__name__}")
+        starts = self._from_pytorch(h0) if self.hidden_layout == "pytorch" else self._from_paper(h0)
+        if starts is None:
+            raise ValueError(f"ParaRNN: h0 must be {self._wanted_h0()}, got {_shapes(h0)}")
+        return starts
 
-    def _starts_from_stacked(self, h0: Any) -> list[torch.Tensor | None]:
-        kind = self.layers[0].kind
-        slots = kind.state_slots
-        parts = [h0] if slots == 1 and isinstance(h0, torch.Tensor) else h0
-        fits = isinstance(parts, (list, tuple)) and len(parts) == slots
-        if not fits or any(not isinstance(p, torch.Tensor) or p.ndim != 3 or p.shape[0] != self.num_layers for p in parts):
-            wanted = f"({self.num_layers}, B, {kind.d_h})"
-            names = ", ".join(kind.slots[s] for s in _hidden_first(kind))
-            many = f"a tuple ({names}) of tensors {wanted}" if slots > 1 else f"a tensor {wanted}"
-            raise ValueError(f"ParaRNN: with hidden_layout='pytorch', h0 must be {many}, got {_shapes(h0)}")
-        if slots == 1:
+    def _from_paper(self, h0: Any) -> list[torch.Tensor | None] | None:
+        axes = 1 + len(self._stack()[0].kind.state_shape)
+        if isinstance(h0, torch.Tensor):
+            if self.num_layers == 1 and h0.ndim == axes:
+                return [h0]
+            return list(h0.unbind(0)) if h0.ndim == axes + 1 and h0.shape[0] == self.num_layers else None
+        fits = len(h0) == self.num_layers and all(s is None or isinstance(s, torch.Tensor) for s in h0)
+        return list(h0) if fits else None
+
+    def _from_pytorch(self, h0: Any) -> list[torch.Tensor | None] | None:
+        kind = self._stack()[0].kind
+        parts = [h0] if isinstance(h0, torch.Tensor) else h0
+        axes = {p.ndim if isinstance(p, torch.Tensor) and p.shape[0:1] == (self.num_layers,) else 0 for p in parts}
+        if len(parts) != kind.state_slots or axes != {3}:
+            return None
+        if kind.state_slots == 1:
             return list(parts[0].unbind(0))
         by_slot = dict(zip(_hidden_first(kind), parts, strict=True))
-        return list(torch.stack([by_slot[s] for s in range(slots)], dim=2).unbind(0))
+        return list(torch.stack([by_slot[s] for s in range(kind.state_slots)], dim=2).unbind(0))
+
+    def _wanted_h0(self) -> str:
+        kind = self._stack()[0].kind
+        if self.hidden_layout == "pytorch":
+            one = f"({self.num_layers}, B, {kind.d_h})"
+            names = ", ".join(kind.slots[s] for s in _hidden_first(kind))
+            return f"a tensor {one}" if kind.state_slots == 1 else f"a tuple ({names}) of tensors {one}"
+        state = f"({', '.join(['B', *map(str, kind.state_shape)])})"
+        return f"a tensor {state}" if self.num_layers == 1 else f"a list of {self.num_layers} states {state} or None"
 
     def _end(self, kind: ChannelwiseCell, states: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
         """The last state; without a single step it is the starting one."""
@@ -204,7 +219,7 @@ class ParaRNN(nn.Module):
     def _outgoing(self, ends: list[torch.Tensor]) -> Any:
         if self.hidden_layout == "paper":
             return ends[-1]
-        kind = self.layers[0].kind
+        kind = self._stack()[0].kind
         if kind.state_slots == 1:
             return torch.stack(ends)
         whole = torch.stack(ends)
@@ -224,7 +239,7 @@ class ParaRNN(nn.Module):
     ) -> AgreementReport:
         plain = replace(config, verify_first_step=False)
         with torch.no_grad(), apart(x.device):
-            return verify_layers([layer.cell for layer in self.layers], x, plain, starts, **options)
+            return verify_layers([layer.cell for layer in self._stack()], x, plain, starts, **options)
 
     def verify_agreement(
         self, x: torch.Tensor, *, config: NewtonConfig | None = None, h0: Any = None, **options: Any
@@ -242,13 +257,11 @@ class ParaRNN(nn.Module):
 
     def reset_parameters(self) -> None:
         """Fresh parameters, drawn from torch's random numbers."""
-        for layer in self.layers:
+        for layer in self._stack():
             layer.reset_parameters()
 
     def extra_repr(self) -> str:
-        shown = {"solver": "auto", "batch_first": True, "hidden_layout": "paper", "dropout": 0.0, "return_hidden": False}
-        changed = [f"{k}={getattr(self, k)!r}" for k, usual in shown.items() if getattr(self, k) != usual]
-        return ", ".join(changed)
+        return ", ".join(f"{k}={getattr(self, k)!r}" for k, usual in _USUAL.items() if getattr(self, k) != usual)
 
 
 def _cells(cell: Any, num_layers: int) -> list[ChannelwiseCell]:
@@ -303,13 +316,19 @@ def _worst(stats: list[NewtonStats]) -> NewtonStats:
     """One report for several layers: of each number the one to worry about."""
     return replace(
         stats[-1],
-        max_residual=max(s.max_residual for s in stats),
+        max_residual=_largest(s.max_residual for s in stats),
         iters=max(s.iters for s in stats),
         picard_iters=max(s.picard_iters for s in stats),
         windows=max(s.windows for s in stats),
         passes=max(s.passes for s in stats),
         walked=max(s.walked for s in stats),
-        agreement_estimate=max(s.agreement_estimate for s in stats),
+        agreement_estimate=_largest(s.agreement_estimate for s in stats),
         exact=all(s.exact for s in stats),
         converged=all(s.converged for s in stats),
     )
+
+
+def _largest(values: Iterable[float]) -> float:
+    """The largest, or NaN if there is one."""
+    listed = list(values)
+    return math.nan if any(math.isnan(v) for v in listed) else max(listed)

@@ -72,16 +72,18 @@ def _value(text: str) -> Any:
 
 def _class_of(module: str, qualname: str, serial: int) -> type[ChannelwiseCell]:
     """The class of that name; of several (a notebook defines it again) the one that was meant."""
-    named = [k for k in _subclasses(ChannelwiseCell) if (k.__module__, k.__qualname__) == (module, qualname)]
+    named = [k for k in _kinds(ChannelwiseCell) if (k.__module__, k.__qualname__) == (module, qualname)]
     exact = [k for k in named if k.serial == serial]
     if len(named) == 1 or exact:
         return (exact or named)[0]
+    # A graph that was saved may come before the import of its cells.
     found: Any = importlib.import_module(module)
     for part in qualname.split("."):
         found = getattr(found, part)
     return found
 
 
-def _subclasses(kind: type) -> list[type]:
-    direct = type.__subclasses__(kind)
-    return [*direct, *(below for k in direct for below in _subclasses(k))]
+def _kinds(kind: type[ChannelwiseCell]) -> list[type[ChannelwiseCell]]:
+    """All classes below `kind`."""
+    direct = kind.__subclasses__()
+    return [*direct, *(below for k in direct for below in _kinds(k))]

@@ -35,7 +35,7 @@ class TritonBackend(Backend):
         if problem.x.device.type != "cuda" and not interpreting():
             return f"it takes CUDA tensors, and these are on {problem.x.device}"
         if interpreting() and problem.config.scan_backend == "auto":
-            return "Triton's interpreter is on (TRITON_INTERPRET), which is for tests; name scan_backend='triton' to use it"
+            return "Triton's interpreter is on (TRITON_INTERPRET), which is for tests; it has to be named"
         name = dtype_name(problem.dtype)
         if name == "float64":
             return "its kernels compute in float32; float64 runs on the array backend"

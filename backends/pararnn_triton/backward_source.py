@@ -14,7 +14,7 @@ from pararnn_triton.print_triton import indent, running_loop, statements
 GROUP = 4
 
 _ARGUMENTS = "gates, h0, weights, states, cotangent"
-_PLACE = '''    blocks = tl.cdiv(D, BD)
+_PLACE = """    blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
     block = pid % blocks
     c = (pid // blocks) % C
@@ -24,13 +24,15 @@ _PLACE = '''    blocks = tl.cdiv(D, BD)
     group = b * blocks + block
     begin = c * L
     stop = tl.minimum(begin + L, T)
-'''
+"""
 
 
 def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]], list[str]]:
     """Statements before the loop, its loads, and those that begin each row."""
     size, gates = programs.size, programs.gate_names
-    before = [f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)]
+    before = [
+        f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)
+    ]
     before += [f"h0_{k} = tl.zeros([BD], tl.float32)" for k in range(size)]
     before.append("if HAS_H0:")
     before += [
@@ -42,7 +44,11 @@ def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]],
         for k, name in enumerate(gates)
     ]
     loads += [
-        (name, f"tl.load(states + ((b * T + ROW - 1) * {size} + {k}) * D + lane, mask=OK & (ROW > 0), other=0.0).to(tl.float32)")
+        (
+            name,
+            f"tl.load(states + ((b * T + ROW - 1) * {size} + {k}) * D + lane, mask=OK & (ROW > 0), other=0.0)"
+            ".to(tl.float32)",
+        )
         for k, name in enumerate(programs.prev_names)
     ]
     loads += [
@@ -130,9 +136,7 @@ def _sweep(programs: StepPrograms) -> str:
         return [*begin_row, *step, *store]
 
     lines += running_loop(loads, body, first="(stop - 1)", count="(stop - begin)", step=-1, group=GROUP)
-    lines += [
-        f"tl.store(grad_params + (({k} * B + b) * C + c) * D + lane, {s}, mask=mask)" for k, s in enumerate(sums)
-    ]
+    lines += [f"tl.store(grad_params + (({k} * B + b) * C + c) * D + lane, {s}, mask=mask)" for k, s in enumerate(sums)]
     lines.append("if not MANY:")
     lines += [f"    tl.store(grad_h0 + (b * {size} + {k}) * D + lane, {v}, mask=mask)" for k, v in enumerate(carry)]
     head = (

@@ -19,7 +19,7 @@ GROUP, JOINT_GROUP, RERUN_GROUP = 4, 8, 4
 # Joints compared at a time.
 JOINT_TILE = 32
 
-_HEAD = '''@triton.jit(do_not_specialize=["T", "L", "C", "W"])
+_HEAD = """@triton.jit(do_not_specialize=["T", "L", "C", "W"])
 def forward(gates, h0, weights, states, starts, ends, prods, grows, sizes, counters, dirty, opened, estimate,
             B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
             LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, MERGE: tl.constexpr):
@@ -33,7 +33,7 @@ def forward(gates, h0, weights, states, starts, ends, prods, grows, sizes, count
     group = b * blocks + block
     begin = c * L
     stop = tl.minimum(begin + L, T)
-'''
+"""
 
 
 def forward_source(programs: StepPrograms) -> str:
@@ -43,10 +43,14 @@ def forward_source(programs: StepPrograms) -> str:
     m_names, g_names = programs.m.flat, [f"G_{i}_{j}" for i, j in programs.m.where]
     z_names = [f"z_{s}" for s in programs.slots]
     lines: list[str] = []
-    lines += [f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)]
+    lines += [
+        f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)
+    ]
 
     def gate(k: int, row: str, ok: str) -> str:
-        return f"tl.load(gates + ((b * T + {row}) * {len(gates)} + {k}) * D + lane, mask={ok}, other=0.0).to(tl.float32)"
+        return (
+            f"tl.load(gates + ((b * T + {row}) * {len(gates)} + {k}) * D + lane, mask={ok}, other=0.0).to(tl.float32)"
+        )
 
     gate_loads = [(name, gate(k, "ROW", "OK")) for k, name in enumerate(gates)]
 
@@ -89,16 +93,29 @@ def forward_source(programs: StepPrograms) -> str:
 
     # The pass.
     one = "tl.full([BD], 1.0, tl.float32)"
-    ready = [f"{n} = {one if i == j else 'tl.zeros([BD], tl.float32)'}" for n, (i, j) in zip(m_names, programs.m.where, strict=True)]
+    ready = [
+        f"{n} = {one if i == j else 'tl.zeros([BD], tl.float32)'}"
+        for n, (i, j) in zip(m_names, programs.m.where, strict=True)
+    ]
     ready += [f"{g} = tl.abs({n})" for g, n in zip(g_names, m_names, strict=True)]
     ready += [f"{z} = tl.abs({s})" for z, s in zip(z_names, prev, strict=True)]
     run_tangent = ready + running_loop(
-        gate_loads, lambda row: [*grow, *measure, *store_states(row)], first="begin", count="(stop - begin)", step=1, group=GROUP
+        gate_loads,
+        lambda row: [*grow, *measure, *store_states(row)],
+        first="begin",
+        count="(stop - begin)",
+        step=1,
+        group=GROUP,
     )
     for array, names in (("ends", prev), ("prods", m_names), ("grows", g_names), ("sizes", z_names)):
         run_tangent += [f"tl.store({joint(array, k, 'c')}, {n}, mask=mask)" for k, n in enumerate(names)]
     plain = running_loop(
-        gate_loads, lambda row: [*advance, *store_states(row)], first="begin", count="(stop - begin)", step=1, group=GROUP
+        gate_loads,
+        lambda row: [*advance, *store_states(row)],
+        first="begin",
+        count="(stop - begin)",
+        step=1,
+        group=GROUP,
     )
     plain_ends = [f"tl.store({joint('ends', k, 'c')}, {n}, mask=mask)" for k, n in enumerate(prev)]
     again = ["row = begin", "finish = stop", "running = 1", *_rerun(programs, state_at, gate, advance)]
@@ -143,7 +160,10 @@ def _compare(programs, joint) -> list[str]:
         tile.append(f"e_{s} = tl.load({at('ends', k, 'rows')}, mask=inside, other=0.0, cache_modifier='.cg')")
         tile.append(f"b_{s} = tl.load({at('starts', k, 'following')}, mask=inside, other=0.0, cache_modifier='.cg')")
         tile.append(f"apart = tl.where((b_{s} == e_{s}) | ((b_{s} != b_{s}) & (e_{s} != e_{s})), apart, 1)")
-    tile += [f"tl.store({at('starts', k, 'following')}, e_{s}, mask=inside & (apart != 0))" for k, s in enumerate(programs.slots)]
+    tile += [
+        f"tl.store({at('starts', k, 'following')}, e_{s}, mask=inside & (apart != 0))"
+        for k, s in enumerate(programs.slots)
+    ]
     tile += [
         "flag = tl.max(apart, axis=1)",
         "any_open = tl.maximum(any_open, tl.max(flag, axis=0))",
@@ -172,7 +192,8 @@ def _rerun(programs, state_at, gate, advance) -> list[str]:
         group.append(f"ok{u} = mask & (row + {u} < finish)")
         group += [f"next{u}_{g} = {gate(k, f'(row + {u})', f'ok{u}')}" for k, g in enumerate(programs.gate_names)]
         group += [
-            f"old{u}_{k} = tl.load({state_at(k, f'(row + {u})')}, mask=ok{u}, other=0.0, cache_modifier='.cg').to(tl.float32)"
+            f"old{u}_{k} = tl.load({state_at(k, f'(row + {u})')}, mask=ok{u}, other=0.0, cache_modifier='.cg')"
+            ".to(tl.float32)"
             for k in range(len(prev))
         ]
     for u in range(RERUN_GROUP):
@@ -193,7 +214,7 @@ def _rerun(programs, state_at, gate, advance) -> list[str]:
 
 def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -> list[str]:
     """Tests the joints, corrects the starts, and on the last launch finishes exactly."""
-    size, slots, prev = programs.size, programs.slots, programs.prev_names
+    slots = programs.slots
     fresh = ", cache_modifier='.cg'"
     loads = [(n, f"tl.load({joint('prods', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, n in enumerate(m_names)]
     loads += [(n, f"tl.load({joint('grows', k, 'ROW')}, mask=OK, other=0.0{fresh})") for k, n in enumerate(g_names)]
@@ -214,7 +235,9 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
             start.append(f"hi_{s} = tl.maximum(first_{s}, {bound[1]})")
 
     def weighted(i: int, term: str) -> str:
-        parts = [f"{g} * {term.format(slots[j])}" for g, (row, j) in zip(g_names, programs.m.where, strict=True) if row == i]
+        parts = [
+            f"{g} * {term.format(slots[j])}" for g, (row, j) in zip(g_names, programs.m.where, strict=True) if row == i
+        ]
         return " + ".join(parts)
 
     new = [f"w_{s}" for s in slots]
@@ -230,9 +253,7 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
         for i, s in enumerate(slots):
             lines.append(f"moved_{s} = maximum(moved_{s}, {weighted(i, 'tl.abs(d_{})')})")
             lines.append(f"worst_{s} = maximum(worst_{s}, {weighted(i, '(tl.abs(d_{0}) + n_{0})')} + f_{s})")
-        lines += statements(
-            programs.correct.program, [*(f"d_{s}" for s in slots), *(f"n_{s}" for s in slots), *new]
-        )
+        lines += statements(programs.correct.program, [*(f"d_{s}" for s in slots), *(f"n_{s}" for s in slots), *new])
         write = ["changed = tl.zeros([BD], tl.int32)"]
         for k, s in enumerate(slots):
             write.append(f"changed = tl.where(w_{s} != b_{s}, 1, changed)")

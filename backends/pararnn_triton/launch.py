@@ -132,7 +132,7 @@ def run_backward(
     shape: Shape,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cotangents of the gate inputs (B, T, G, D), of the params (P, D) and of h0 (B, S, D)."""
-    batch, time, count, width = gates.shape
+    batch, time, _, width = gates.shape
     size, segments = programs.size, shape.segments
     kind: dict[str, Any] = {"dtype": torch.float32, "device": gates.device}
     blocks = triton.cdiv(width, shape.block)

@@ -41,7 +41,9 @@ def _number(value: float) -> str:
     return f'float("{text}")' if "inf" in text or "nan" in text else text
 
 
-def _fused(instruction: Instruction, products: dict[str, tuple[str | float, ...]], ref: Callable[..., str]) -> str | None:
+def _fused(
+    instruction: Instruction, products: dict[str, tuple[str | float, ...]], ref: Callable[..., str]
+) -> str | None:
     """A sum with a product in it as one rounding.
 
     The rule looks at the operation alone, so every program that holds the operation rounds it alike, and what two
@@ -79,7 +81,10 @@ def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] 
         return renamed.get(value, value)
 
     products = {i.target: i.args for i in program.instructions if i.op == "mul"}
-    lines = [f"{i.target} = {_fused(i, products, ref) or _FORMS[i.op].format(*map(ref, i.args))}" for i in program.instructions]
+    lines = [
+        f"{i.target} = {_fused(i, products, ref) or _FORMS[i.op].format(*map(ref, i.args))}"
+        for i in program.instructions
+    ]
     pairs = [(name, ref(value)) for name, value in zip(outputs, program.outputs, strict=True)]
     pairs = [(name, value) for name, value in pairs if name != value]
     targets = {name for name, _ in pairs}
@@ -122,7 +127,11 @@ def running_loop(
     for u in range(group):
         lines += issue(f"next{u}_", f"(({first}) {sign} {u})", "(mask & (whole > 0))")
     lines.append("for turn in range(0, whole):")
-    inner = [f"{name} = next{u}_{name[len(f'now{u}_'):]}" for u in range(group) for name in (f"now{u}_{n}" for n, _ in loads)]
+    inner = [
+        f"{name} = next{u}_{name[len(f'now{u}_') :]}"
+        for u in range(group)
+        for name in (f"now{u}_{n}" for n, _ in loads)
+    ]
     inner.append(f"base = ({first}) {sign} turn * {group}")
     for u in range(group):
         inner += issue(f"next{u}_", f"(base {sign} {group + u})", "(mask & (turn + 1 < whole))")

@@ -63,7 +63,10 @@ class Target:
             except ImportError as error:
                 raise NotTested(f"{module} could not be imported: {error}") from error
         elif hasattr(backend, "example_namespace"):
-            wanted = backend.example_namespace()
+            try:
+                wanted = backend.example_namespace()
+            except Exception as error:
+                raise NotTested(f"its example_namespace() raised {type(error).__name__}: {error}") from error
         namespace, self.device = wanted if isinstance(wanted, tuple) else (wanted, None)
         self.xp: Any = resolve_namespace(namespace)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from array_api_compat import device
 
@@ -132,8 +132,16 @@ class ArrayEngine:
         place = xp.where(xp.any(hit > 0, axis=1), moved, place)
         return xp.reshape(xp.take(both, place, axis=2), (length, lanes))
 
-    def writer(self, shape: tuple[int, ...], dtype: Any, like: Array) -> Writer:
+    def writer(self, shape: tuple[int, ...], dtype: Any, like: Array) -> StateWriter:
         return Writer(self.xp, shape, dtype, like)
+
+
+class StateWriter(Protocol):
+    """Takes the windows of a result in any order and gives back the whole."""
+
+    def write(self, start: int, slots: list[Array]) -> None: ...
+
+    def finish(self) -> Array: ...
 
 
 class Writer:

@@ -154,9 +154,7 @@ class StepPrograms:
         grown = self._grown(self.m.symbols(g))
         new_m = [grown[i][j] for i, j in self.m.where]
         largest = [f"G_{i}_{j}" for i, j in self.m.where]
-        new_g = [
-            g.apply("maximum", g.input(name), g.apply("abs", m)) for name, m in zip(largest, new_m, strict=True)
-        ]
+        new_g = [g.apply("maximum", g.input(name), g.apply("abs", m)) for name, m in zip(largest, new_m, strict=True)]
         return loop_program(
             g,
             carry=[*self.prev_names, *self.m.flat, *largest],

@@ -10,7 +10,7 @@ from typing import Any
 
 from pararnn.backend import Backend
 from pararnn.errors import BackendUnavailableError
-from pararnn.front import FRONTS
+from pararnn.front import FRONTS, Front
 from pararnn.problem import Problem
 from pararnn.solve import check_structure, picard_sweeps, solve_cell_of
 
@@ -56,9 +56,10 @@ def _found() -> dict[str, Backend | str]:
 
 def _install_front(backend: Backend) -> None:
     """Lets a backend's front stand before solves on its library's arrays; the first one found keeps its place."""
-    front = getattr(backend, "front", None)
-    for package in front.packages if front is not None else ():
-        FRONTS.setdefault(package, front)
+    front: Front | None = getattr(backend, "front", None)
+    if front is not None:
+        for package in front.packages:
+            FRONTS.setdefault(package, front)
 
 
 _registered: dict[str, Backend] = {}

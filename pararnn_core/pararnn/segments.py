@@ -162,9 +162,7 @@ class WindowSolver:
         rows = [g[length - steps :, :lanes] for g in gates]
         return self.engine.loop(self.programs.advance, begin, rows, [p[:lanes] for p in wide]).carry
 
-    def _picard_starts(
-        self, window: Window, gates: list[Array], wide: list[Array], start: list[Array]
-    ) -> list[Array]:
+    def _picard_starts(self, window: Window, gates: list[Array], wide: list[Array], start: list[Array]) -> list[Array]:
         """Starts solved exactly with the recurrent weights dropped (gates frozen at h = 0), by slot ((C-1)·m,).
 
         Without feedback a segment's effect is what it does alone, joined to what is remembered through it.

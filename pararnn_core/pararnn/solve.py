@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from pararnn.arrays import Array, dtype_name, quiet
@@ -27,7 +26,9 @@ def solve_cell_of(cell: ChannelwiseCell, config: NewtonConfig) -> ChannelwiseCel
         return cell
     chosen = cell.solve_cell()
     if config.coords == "log" and chosen is cell:
-        raise TypeError(f"coords='log': {type(cell).__name__} has no log coordinates (ParaSLSTM has); use coords='auto'")
+        raise TypeError(
+            f"coords='log': {type(cell).__name__} has no log coordinates (ParaSLSTM has); use coords='auto'"
+        )
     return chosen
 
 
@@ -48,7 +49,8 @@ def picard_sweeps(cell: ChannelwiseCell, config: NewtonConfig) -> int:
     offered = cell.solve_cell().picard_start
     if config.picard_iters and not offered:
         raise TypeError(
-            f"picard_iters={config.picard_iters}: {type(cell).__name__} has no Picard start (ParaSLSTM has); use None or 0"
+            f"picard_iters={config.picard_iters}: {type(cell).__name__} has no Picard start (ParaSLSTM has); "
+            "use None or 0"
         )
     if config.picard_iters is not None:
         return config.picard_iters
@@ -129,7 +131,7 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     stats = NewtonStats(
         path=plan.path, segment_len=plan.segment_len, segments=plan.segments, reason=plan.reason, max_residual=0.0
     )
-    batch, time, _, width = problem.shape
+    batch, time, _, _ = problem.shape
     worst: Array | float = 0.0
     with quiet(xp):
         params = [xp.tile(p, (batch,)) for p in cell.recurrent(xp, problem.work_dtype)]

@@ -151,9 +151,7 @@ class ChannelwiseCell:
         values.update(input_size=n_in, hidden_size=n_h, max_recurrent_norm=cap, arrays=arrays)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(
-            f"{type(self).__name__} is immutable; make a changed copy with replace({name}=…)"
-        )
+        raise AttributeError(f"{type(self).__name__} is immutable; make a changed copy with replace({name}=…)")
 
     def initial_arrays(self, rng: np.random.Generator, n_in: int, n_h: int) -> dict[str, np.ndarray]:
         """Fresh float64 arrays: recurrent vectors N(0, 1/sqrt(numel)), W_x uniform ±1/sqrt(I), bias 0."""

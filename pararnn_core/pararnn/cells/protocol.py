@@ -52,9 +52,7 @@ def check_cell(cell: Any) -> None:
     if cell.hidden not in cell.slots:
         raise TypeError(f"check_cell: hidden={cell.hidden!r} is not one of the slots {cell.slots}")
     programs = StepPrograms(cell)
-    traced = compile_array(
-        Program([*programs.prev_names, *programs.gate_names, *programs.param_names], programs.new)
-    )
+    traced = compile_array(Program([*programs.prev_names, *programs.gate_names, *programs.param_names], programs.new))
     # The step is the same line in every library, so NumPy stands for all of them.
     xp = resolve_namespace(None)
     rng = np.random.default_rng(0)
