@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
     options = parser.parse_args()
+    began = clock.perf_counter()
     bandwidth = copy_bandwidth()
     head = header(card=torch.cuda.get_device_name(), torch=torch.__version__, copy_tb_s=bandwidth / 1e12)
     print(" | ".join(f"{k} {v}" for k, v in head.items()), flush=True)
@@ -257,6 +258,8 @@ def main() -> None:
             if row:
                 rows.append(row)
                 show(row)
+    head["seconds"] = round(clock.perf_counter() - began, 1)
+    save("gpu_channelwise", head, rows)
     for (batch, time, width), kind in itertools.product(LAYERS, (ParaGRU, ParaLSTM, ParaSLSTM)):
         row = layer_row(kind, batch, time, width)
         rows.append(row)
@@ -266,7 +269,7 @@ def main() -> None:
             f"peak {row['peak_gb']:.2f} GB, host {row['host_us']:.0f}us",
             flush=True,
         )
-    save("gpu_channelwise", head, rows)
+        save("gpu_channelwise", head, rows)
 
 
 if __name__ == "__main__":

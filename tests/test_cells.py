@@ -376,6 +376,24 @@ def test_a_start_outside_the_bounds_is_not_projected_away():
         assert error_of(cell, newton_apply(cell, x, config, h0=h0), wanted) < 1e-10
 
 
+def test_an_slstm_start_with_more_in_c_than_in_n_is_not_projected_away():
+    """h is then larger than one for as long as the memory lasts; a projected joint must not pass for a settled one."""
+    cell = ParaSLSTM(1, 1, dtype=np.float64, seed=0)
+    bias = np.asarray([0.0, 3.0, 0.0, 3.0])
+    cell = cell.replace(R=np.full((4, 1), 0.5), W_x_weight=np.zeros((4, 1)), W_x_bias=bias)
+    h0 = np.reshape([2.0, 1.0, 0.0, 0.0], (1, 4, 1))
+    x = np.zeros((1, 60, 1))
+    wanted = sequential_apply(cell, x, h0=h0)
+    assert wanted[0, -1, 3, 0] > 1.5
+    for config in (
+        NewtonConfig(scan_backend="numpy", segment_len=10),
+        NewtonConfig(scan_backend="numpy", segment_len=30),
+    ):
+        got, stats = solve(cell, x, config, h0=h0)
+        assert stats.converged and error_of(cell, got, wanted) < 1e-10
+        assert stats.max_residual < 1e-9, "what is left at the joints"
+
+
 def test_the_solve_coordinates_of_the_slstm_are_the_same_recurrence():
     """encode after decode is the identity, and a step commutes with them."""
     cell, x = strong(ParaSLSTM, 30, 0.7, dtype=np.float64)

@@ -182,6 +182,16 @@ def test_the_slstm_in_log_coordinates_never_claims_to_be_exact():
 
 
 @pytest.mark.usefixtures("numpy_solver")
+@pytest.mark.usefixtures("numpy_solver")
+@pytest.mark.parametrize("length", [12, 100, 119, 120])
+def test_what_is_not_exact_has_an_estimate_above_zero(length):
+    """Also where each window holds a single segment: other coordinates round otherwise."""
+    cell, x = problem(ParaSLSTM, 120)
+    got, stats = solve(cell, x, NewtonConfig(segment_len=length))
+    error = error_of(cell, got, sequential_apply(cell, x))
+    assert stats.exact == (error == 0.0) and stats.agreement_estimate >= 0.1 * error
+
+
 def test_a_pinned_solve_is_exact_only_where_the_residual_vanishes():
     cell, x = rounded(*problem(ParaTanh, 60))
     got, stats = solve(cell, x, NewtonConfig(max_iters=12, residual_atol=None))

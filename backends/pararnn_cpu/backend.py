@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 from pararnn.adjoint import Gradients
@@ -55,8 +56,9 @@ class CpuBackend(Backend):
 
     def _not_worth_it(self, problem: Problem) -> str | None:
         plain = namespace_name(problem.xp) == "numpy"
-        costs = UfuncEngine.costs if plain else ArrayEngine.costs
-        us = plan_for(problem, costs).predicted_us
+        other = UfuncEngine(problem.xp) if plain else ArrayEngine(problem.xp)
+        free = problem.config.replace(segment_len=None, chunk_len=None)
+        us = plan_for(replace(problem, config=free), other).predicted_us
         if us >= WORTH_COMPILING_US:
             return None
         library = "NumPy" if plain else "torch"

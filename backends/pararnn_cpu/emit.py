@@ -92,9 +92,7 @@ class Code:
         return self.b.select(self.b.icmp_signed(">", x, y), x, y)
 
     @contextmanager
-    def loop(
-        self, name: str, start: Any, stop: Any, step: int = 1, carried: Sequence[Any] = ()
-    ) -> Iterator[Turn]:
+    def loop(self, name: str, start: Any, stop: Any, step: int = 1, carried: Sequence[Any] = ()) -> Iterator[Turn]:
         """for index in range(start, stop, step), where a turn that would run past `stop` is not taken."""
         b, before = self.b, self.b.block
         head, body, after = (self.function.append_basic_block(f"{name}_{part}") for part in ("head", "body", "after"))

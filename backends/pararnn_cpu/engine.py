@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,7 @@ def product_width(columns: int, dtype: Any) -> int:
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """Zeros that begin at a cache line, so that no vector of theirs straddles two."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    size = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.zeros(size + CACHE_LINE, np.uint8)
     begin = -raw.ctypes.data % CACHE_LINE
     return raw[begin : begin + size].view(dtype).reshape(shape)
@@ -108,10 +109,14 @@ class Projection:
     def gates(self) -> int:
         return int(self.bias.shape[0])
 
+    def packed(self, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """Weights and bias in blocks of `width` lanes, as the printed code reads them."""
+        return blocks_of(self.weights, width), blocks_of(self.bias[..., None], width)
+
 
 def lanes_first(a: np.ndarray, dtype: Any) -> np.ndarray:
     """`a` in `dtype` with unit stride along its last axis; itself if it has that already."""
-    if a.dtype == dtype and (a.shape[-1] <= 1 or a.strides[-1] == a.itemsize):
+    if a.dtype == dtype and (a.shape[-1] <= 1 or a.strides[-1] == a.itemsize) and a.flags.aligned:
         return a
     return np.ascontiguousarray(a, dtype=dtype)
 
@@ -141,24 +146,22 @@ def run_loop(
         add_stored=add_stored,
     )
     run = _kernel(loop, form)
-    weights, bias = (), ()
-    if projection is not None:
-        weights = blocks_of(projection.weights, width)
-        bias = blocks_of(projection.bias[..., None], width)
+    packed = None if projection is None else projection.packed(width)
     tables = [part.table() for part in parts]
     steps = [next(a for a in (*p.rows, *p.kept, *p.stored)).shape[1] for p in parts]
     held: list[np.ndarray] = []
     tasks = []
     work = batch * sum(steps) * lanes * len(loop.program.instructions)
     for rectangles in _pieces(batch, -(-lanes // width), work):
-        addresses = []
         scratch = aligned((TILE * form.gates * width,), example.dtype)
         held.append(scratch)
+        addresses = []
         for part, table, count in zip(parts, tables, steps, strict=True):
             order = (count - 1, -1) if reverse else (0, 1)
-            made = (0, 0, 0, 0, 0)
-            if part.inputs is not None:
-                made = (scratch.ctypes.data, weights.ctypes.data, bias.ctypes.data, part.inputs.shape[2], part.inputs.strides[2])
+            made = [0] * 5
+            if packed is not None and part.inputs is not None:
+                made = [a.ctypes.data for a in (scratch, *packed)]
+                made += [part.inputs.shape[2], part.inputs.strides[2]]
             for rectangle in rectangles:
                 args = np.array([*rectangle, lanes, count, *order, *made, *table], dtype=np.int64)
                 held.append(args)

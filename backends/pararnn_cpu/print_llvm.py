@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
@@ -29,6 +30,10 @@ FIELDS = 3
 TILE = 48
 # Rows ahead that are fetched into cache: the processor does not guess the way through narrow columns of large arrays.
 PREFETCH = 16
+
+
+def _same(value: Any, _: Any) -> Any:
+    return value
 
 
 @dataclass(frozen=True)
@@ -141,7 +146,7 @@ class _Block:
                     features,
                 )
                 out = Place(b.add(scratch, self.times(gate.index, vector)), by_step)
-                emit_product_rows(code, self.math, count, factors, out, lambda _, bias=start: bias)
+                emit_product_rows(code, self.math, count, factors, out, partial(_same, start))
 
             def projected(step: Any) -> list[Any]:
                 base = b.add(scratch, b.mul(step, by_step))
@@ -150,9 +155,7 @@ class _Block:
             tile.carried = self.steps(first, count, tile.values, projected)
         return tile.values
 
-    def steps(
-        self, first: Any, count: Any, values: Sequence[Any], projected: Callable[[Any], list[Any]]
-    ) -> list[Any]:
+    def steps(self, first: Any, count: Any, values: Sequence[Any], projected: Callable[[Any], list[Any]]) -> list[Any]:
         """`count` steps from row `first` on; returns the carries and totals after them."""
         code, math, mask, form = self.code, self.math, self.mask, self.form
         with code.loop("steps", ir.Constant(I64, 0), count, carried=values) as step:

@@ -23,35 +23,36 @@ def _work(problem: Problem) -> np.dtype:
     return np.dtype(dtype_name(problem.work_dtype))
 
 
-def _stretches(problem: Problem, numbers: int) -> list[slice]:
+def _stretches(problem: Problem, numbers: int, item: int) -> list[slice]:
     """Time cut so that `numbers` per batch and step stay within STRETCH_BYTES."""
     batch, time, _, _ = problem.shape
-    steps = max(1, STRETCH_BYTES // max(1, batch * numbers * _work(problem).itemsize))
+    steps = max(1, STRETCH_BYTES // max(1, batch * numbers * item))
     return [slice(t, min(time, t + steps)) for t in range(0, time, steps)]
 
 
-def _projection(problem: Problem, start: int) -> Projection:
+def _projection(problem: Problem, work: np.dtype, start: int) -> Projection:
     shape = (len(problem.cell.gates), problem.cell.d_h)
-    weight, bias = (np.asarray(a, dtype=_work(problem)) for a in problem.cell.W_x)
+    weight, bias = (np.asarray(a, dtype=work) for a in problem.cell.W_x)
     return Projection(weight.reshape(*shape, -1), bias.reshape(shape), start)
 
 
-def _params(problem: Problem) -> list[np.ndarray]:
-    return [lanes_first(p, _work(problem)) for p in problem.cell.recurrent(problem.xp, problem.work_dtype)]
+def _params(problem: Problem, work: np.dtype) -> list[np.ndarray]:
+    return [lanes_first(p, work) for p in problem.cell.recurrent(problem.xp, problem.work_dtype)]
 
 
-def _start(problem: Problem) -> list[np.ndarray]:
+def _start(problem: Problem, work: np.dtype) -> list[np.ndarray]:
     """The slots before the first step, in arrays that may be written."""
-    return [np.array(s, dtype=_work(problem), order="C") for s in problem.start()]
+    return [np.array(s, dtype=work, order="C") for s in problem.start()]
 
 
 def run_forward(problem: Problem, exact: bool) -> np.ndarray:
     """States (B, T, …) in the dtype of the input."""
     work = _work(problem)
     states = np.empty(problem.state_shape, work)
-    params, carry, projection = _params(problem), _start(problem), _projection(problem, 0)
+    params, carry, projection = _params(problem, work), _start(problem, work), _projection(problem, work, 0)
     whole = problem.x.dtype == work
-    for part in [slice(0, problem.shape[1])] if whole else _stretches(problem, problem.shape[2]):
+    parts = [slice(0, problem.shape[1])] if whole else _stretches(problem, problem.shape[2], work.itemsize)
+    for part in parts:
         inputs = np.asarray(problem.x[:, part], dtype=work)
         kept = [s[:, part] for s in problem.slots_of(states)]
         operands = Operands(carry=carry, rows=(), consts=params, kept=kept, inputs=inputs)
@@ -64,13 +65,13 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     cell, work = problem.cell, _work(problem)
     batch, _, features, width = problem.shape
     gates, size = len(cell.gates), cell.state_slots
-    params, projection = _params(problem), _projection(problem, size)
+    params, projection = _params(problem, work), _projection(problem, work, size)
     weight = np.asarray(cell.W_x.weight, dtype=work)
     slots, given = (problem.slots_of(np.asarray(a, dtype=work)) for a in (states, cotangent))
     future = [np.zeros((batch, width), work) for _ in range(size)]
     sums = [np.zeros((batch, width), work) for _ in range(len(params) + gates)]
     d_x, d_weight = np.empty(problem.x.shape, work), np.zeros((gates * width, features), work)
-    stretches = _stretches(problem, gates * width + features)
+    stretches = _stretches(problem, gates * width + features, work.itemsize)
     # One buffer for all: fresh memory has to be cleared by the system, page by page.
     buffer = np.empty(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width, work)
     for part in reversed(stretches):
@@ -89,11 +90,11 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
         first = max(part.start, 1)
         runs = [operands(slice(first, part.stop), [s[:, first - 1 : part.stop - 1] for s in slots])]
         if not part.start:
-            runs.append(operands(slice(0, 1), [s[:, None] for s in _start(problem)]))
+            runs.append(operands(slice(0, 1), [s[:, None] for s in _start(problem, work)]))
         run_loop(
             programs_of(cell).back_propagate, runs, projection=projection, reverse=True, add_stored=True, exact=exact
         )
-        flat = d_gates.reshape(batch, -1, gates * width)
+        flat = d_gates.reshape(batch, part.stop - part.start, gates * width)
         multiply(flat, weight, d_x[:, part])
         add_products(flat.transpose(0, 2, 1), inputs, d_weight)
     totals = [s.sum(axis=0) for s in sums]

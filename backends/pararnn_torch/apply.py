@@ -48,8 +48,22 @@ def sequential_apply(cell: Any, x: torch.Tensor, h0: torch.Tensor | None = None)
         return compiled_solve(cell, cell.arrays, x, SEQUENTIAL, h0=h0)
     x = as_cell(cell, x)
     problem = make_problem("sequential_apply", cell, x, h0)
+    if is_tracked(x, h0, *cell.arrays.values()):
+        problem = replace(problem, xp=_Differentiable(problem.xp))
     with apart(problem.device):
         return run_sequential(problem)
+
+
+class _Differentiable:
+    """torch's namespace with a sigmoid that autograd can follow into a shut gate."""
+
+    smooth_sigmoid = staticmethod(torch.sigmoid)
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._xp, name)
 
 
 def as_cell(cell: Any, x: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,12 @@ class TorchEngine(ArrayEngine):
             self.costs = Costs(overhead_us=8.0, simple_ns=0.004, heavy_ns=0.008)
 
 
+@lru_cache(maxsize=1)
+def _has_torch() -> bool:
+    # Asked before each solve, and looking for a package reads folders.
+    return find_spec("torch") is not None
+
+
 class TorchBackend(Backend):
     """Problems on torch tensors: CPU, CUDA, MPS and whatever else torch runs on."""
 
@@ -63,7 +70,7 @@ class TorchBackend(Backend):
     )
 
     def probe(self) -> str | None:
-        return None if find_spec("torch") else "torch is not installed; pip install 'pararnn[torch]'"
+        return None if _has_torch() else "torch is not installed; pip install 'pararnn[torch]'"
 
     def accepts(self, problem: Problem) -> str | None:
         if namespace_name(problem.xp) != "torch":

@@ -1,4 +1,4 @@
-"""vmap over a solve: the mapped axis is more batch where parameters are shared, and one solve each where they are not."""
+"""vmap over a solve: the mapped axis is more batch where parameters are shared, else there is one solve for each."""
 
 from __future__ import annotations
 

@@ -52,6 +52,12 @@ class TritonBackend(Backend):
             return "guess, exact, coords='log' and jac_structure are options of the array solver"
         return super().accepts(problem)
 
+    def example_namespace(self):
+        """Where the conformance suite should make its arrays for this backend."""
+        import torch
+
+        return torch, "cpu" if interpreting() else "cuda"
+
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         from pararnn_triton.launch import run_forward
 

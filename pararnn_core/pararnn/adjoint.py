@@ -10,7 +10,7 @@ left, and swept once more with the right ν. Source: ParaRNN (arXiv 2510.21450),
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from array_api_compat import device
 
@@ -54,13 +54,6 @@ def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: A
         long_memory=False,
         backward=True,
     )
-    # The sweeps hold Jacobian entries, gates and their cotangents beside the states.
-    held = len(programs.j.flat) + 2 * len(programs.gates) + 3 * programs.size
-    shrink = max(1, -(-held // (len(programs.gates) + 2 * programs.size)))
-    if plan.path == "segments":
-        plan = replace(plan, segments=max(1, plan.segments // shrink))
-    else:
-        plan = replace(plan, segment_len=max(1, plan.segment_len // shrink))
     windows = [Window(begin, length, count, batch, width) for begin, length, count in plan.windows(time)]
     kind = {"dtype": problem.work_dtype, "device": device(problem.x)}
     weight = cast(xp, cell.W_x.weight, problem.work_dtype)

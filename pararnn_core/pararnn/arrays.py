@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import warnings
+from functools import lru_cache
 from typing import Any
 
 import array_api_compat
@@ -76,6 +77,12 @@ def common_namespace(what: str, **arrays: Array | None) -> Namespace:
 
 def dtype_name(dtype: Any) -> str:
     """'float32', 'bfloat16', … for a dtype of any library."""
+    return _dtype_name(type(dtype), dtype)
+
+
+@lru_cache(maxsize=64)
+def _dtype_name(kind: type, dtype: Any) -> str:
+    # The kind comes first in the cache's key, so that dtypes of two libraries are never compared with each other.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     return name.rsplit(".", 1)[-1]
 

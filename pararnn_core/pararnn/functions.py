@@ -19,7 +19,9 @@ def sigmoid(xp: Any, x: Any) -> Any:
     """
     if isinstance(x, Expr):
         return x.graph.apply("sigmoid", x)
-    return 1.0 / (xp.exp(-x) + 1.0)
+    # A library's front may bring one whose derivative survives exp(-x) = inf, where 0 · inf would make it NaN.
+    smooth = getattr(xp, "smooth_sigmoid", None)
+    return 1.0 / (xp.exp(-x) + 1.0) if smooth is None else smooth(x)
 
 
 def softplus(xp: Any, x: Any) -> Any:

@@ -177,7 +177,9 @@ def newton_vjp(
     def pullback(cotangent: Array | None = None, *, last: Array | None = None) -> Gradients:
         total = _whole_cotangent(problem, cotangent, last)
         solved = run_newton(problem) if kept is None else kept
-        return choose(problem).backend.pull_back(replace(problem, guess=None), solved, total)
+        grads = choose(problem).backend.pull_back(replace(problem, guess=None), solved, total)
+        # Without a step the final state is h0 itself.
+        return grads if last is None or problem.shape[1] else replace(grads, h0=last)
 
     return states, pullback
 

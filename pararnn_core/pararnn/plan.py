@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pararnn.engine import HEAVY, Costs
 from pararnn.programs import LoopProgram, StepPrograms
@@ -36,15 +37,24 @@ class Plan:
             start += length * count
 
 
+def _operations(loop: LoopProgram) -> tuple[int, int, int]:
+    """Simple and heavy operations of one row, and array calls; counted once, kept with the program."""
+    if "operations" not in loop.compiled:
+        heavy = sum(i.op in HEAVY for i in loop.program.instructions)
+        simple = len(loop.program.instructions) - heavy
+        # A sigmoid is four array operations, everything else about one.
+        calls = simple + heavy + 3 * sum(i.op == "sigmoid" for i in loop.program.instructions)
+        loop.compiled["operations"] = simple, heavy, calls
+    return loop.compiled["operations"]
+
+
 def step_us(loop: LoopProgram, lanes: int, costs: Costs) -> float:
     """Predicted microseconds of one row of `loop` on `lanes` lanes."""
-    heavy = sum(i.op in HEAVY for i in loop.program.instructions)
-    simple = len(loop.program.instructions) - heavy
-    # A sigmoid is four array operations, everything else about one.
-    calls = simple + heavy + 3 * sum(i.op == "sigmoid" for i in loop.program.instructions)
+    simple, heavy, calls = _operations(loop)
     return calls * costs.overhead_us + lanes * 1e-3 * (simple * costs.simple_ns + heavy * costs.heavy_ns)
 
 
+@lru_cache(maxsize=1024)
 def _fitting_length(time: int, wanted: int) -> int:
     """A segment length near `wanted` that leaves few steps over."""
     low, high = max(1, wanted * 7 // 8), max(1, wanted * 9 // 8)
@@ -71,11 +81,18 @@ def make_plan(
 ) -> Plan:
     """The cheapest predicted way through `time` steps of `lanes` independent channels (B·D)."""
     row_arrays = len(programs.gates) + 2 * programs.size
+    if backward:
+        # The sweeps hold Jacobian entries and the gates' cotangents too.
+        row_arrays += len(programs.gates) + programs.size + len(programs.j.flat)
     if time <= 1 or (segment_len is not None and segment_len >= time):
         return Plan("sequential", max(time, 1), 1, "one segment covers the whole sequence", 0.0)
     if segment_len is not None:
         count = window_segments(segment_len, lanes, row_arrays, item, time)
         return Plan("segments", segment_len, count, f"segment_len={segment_len} was asked for", 0.0)
+    if long_memory and not backward:
+        length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
+        reason = "its exponential gates remember too long for segments to settle within rounding"
+        return Plan("sequential", length, 1, reason, 0.0)
     loop_us = time * step_us(programs.adjoint if backward else programs.advance, lanes, costs)
     best = Plan("sequential", time, 1, "", loop_us)
     for wanted in SEGMENT_LENGTHS:
@@ -85,7 +102,7 @@ def make_plan(
         count = window_segments(length, lanes, row_arrays, item, time)
         if count < 2:
             continue
-        predicted = _segments_us(programs, costs, time, length, count, lanes, warmup, long_memory, backward)
+        predicted = _segments_us(programs, costs, time, length, count, lanes, warmup, backward)
         if predicted < best.predicted_us:
             best = Plan("segments", length, count, "", predicted)
     if best.path == "segments" and best.predicted_us * MARGIN < loop_us:
@@ -105,7 +122,6 @@ def _segments_us(
     count: int,
     lanes: int,
     warmup: int | None,
-    long_memory: bool,
     backward: bool,
 ) -> float:
     """Predicted microseconds of all windows of `count` segments."""
@@ -118,13 +134,10 @@ def _segments_us(
         plain = step_us(programs.advance, wide, costs)
         tangent = step_us(programs.advance_tangent, wide, costs)
         per_joint = step_us(programs.correct, lanes, costs)
-        if long_memory:
-            one = length * (plain + 6.0 * tangent) + 6.0 * count * per_joint
-        else:
-            before = min(length, DEFAULT_WARMUP if warmup is None else warmup)
-            # After a full warm-up most channels need the plain pass only; after a short one all need tangents, twice.
-            extra = 0.5 if before >= DEFAULT_WARMUP else 2.0
-            one = before * plain + length * (plain + extra * tangent) + (1.0 + extra) * count * per_joint
+        before = min(length, DEFAULT_WARMUP if warmup is None else warmup)
+        # After a full warm-up most channels need the plain pass only; after a short one all need tangents, twice.
+        extra = 0.5 if before >= DEFAULT_WARMUP else 2.0
+        one = before * plain + length * (plain + extra * tangent) + (1.0 + extra) * count * per_joint
     windows = time / (length * count)
     leftover = (time % length) * step_us(programs.advance, lanes, costs)
     return windows * one + leftover

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from pararnn.backend import Backend
+from pararnn.empty import NothingToDo
 from pararnn.errors import BackendUnavailableError
 from pararnn.front import FRONTS, Front
 from pararnn.problem import Problem
@@ -94,6 +95,11 @@ def _refusal(backend: Backend | str, problem: Problem) -> str | None:
     return backend.probe() or backend.accepts(problem)
 
 
+def _choice(backend: Backend, problem: Problem, refusals: dict[str, str]) -> Choice:
+    batch, time, _, _ = problem.shape
+    return Choice(backend if batch and time else NothingToDo(backend.name), refusals)
+
+
 def choose(problem: Problem) -> Choice:
     """The backend for `problem`.
 
@@ -124,13 +130,13 @@ def choose(problem: Problem) -> Choice:
         sentence = backend.accepts(problem)
         if sentence is not None:
             raise TypeError(f"scan_backend={wanted!r} cannot solve this: {sentence}")
-        return Choice(backend, {})
+        return _choice(backend, problem, {})
     refusals: dict[str, str] = {}
     for name, backend in known.items():
         sentence = _refusal(backend, problem)
         if sentence is None:
             assert not isinstance(backend, str)
-            return Choice(backend, refusals)
+            return _choice(backend, problem, refusals)
         refusals[name] = sentence
     raise TypeError("no backend takes this problem: " + "; ".join(f"{n}: {s}" for n, s in refusals.items()))
 

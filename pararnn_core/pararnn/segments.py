@@ -140,7 +140,7 @@ class WindowSolver:
             out = self.engine.loop(self.programs.advance, start, gates, params, keep=self.programs.size)
             return WindowResult(out.kept, out.carry, None, None, report)
         tangents = self._advance_tangent(gates, params, start)
-        found = self._correct(tangents, start, 1, window.channels, error)
+        found = self._only_where_wrong(self._correct(tangents, start, 1, window.channels, error), error)
         end = [s[-1, :] for s in tangents.states]
         return WindowResult(tangents.states, end, found.end_error, found.estimate, report)
 
@@ -256,6 +256,17 @@ class WindowSolver:
             xp.concat([s[:m], xp.reshape(n[: count - 1, :], (-1,))]) for s, n in zip(starts, out.stored, strict=True)
         ]
         return _Correction(new, estimate, unsettled, [r[count, :] for r in reach])
+
+    def _only_where_wrong(self, found: _Correction, error: list[Array]) -> _Correction:
+        """One segment run from its true start is the time loop, whatever its tangents say."""
+        xp = self.xp
+        wrong = error[0] != 0.0
+        for e in error[1:]:
+            wrong = wrong | (e != 0.0)
+        none = xp.zeros_like(found.estimate)
+        found.estimate = xp.where(wrong, found.estimate, none)
+        found.end_error = [xp.where(wrong, e, none) for e in found.end_error]
+        return found
 
     def _settle(
         self,
@@ -379,7 +390,7 @@ class WindowSolver:
             if followed:
                 # An earlier window left an error: it must be followed through the tangents.
                 tangents = self._advance_tangent(rows, narrow, state)
-                found = self._correct(tangents, state, 1, channels, incoming)
+                found = self._only_where_wrong(self._correct(tangents, state, 1, channels, incoming), incoming)
                 estimate, incoming = xp.maximum(estimate, found.estimate), found.end_error
                 part, rerun = tangents.states, rerun + channels
             else:

@@ -31,7 +31,9 @@ class NewtonStats:
         passes: passes over the segments, the writing pass included (the most of any window).
         walked: share of (segment, channel) pairs that the exact finish had to re-run in order.
         agreement_estimate: estimated largest error against the time loop, relative to each slot's scale.
-        exact: the joints matched bit for bit, so the result is the time loop's.
+        exact: all joints matched bit for bit (or one loop ran), so the result is that of this backend's own time loop.
+            `sequential_apply` may still differ by rounding: its projection W_x x is blocked differently, and another
+            backend's exp rounds differently.
         converged: the estimate met the tolerance (always true for ``max_iters=None``).
         lyapunov: largest finite-time Lyapunov exponent of any channel, per step; computed when first read.
         reason: one sentence on why this path was taken.

@@ -147,6 +147,7 @@ def verify_layers(
         front = front_of(x)
         if front is not None:
             problem = front.untracked(problem)
+        given = problem.x if given is x else given
         stats = NewtonStats()
         parallel = newton_apply(problem.cell, problem.x, config, h0=problem.h0, stats=stats)
         true_cell, start = problem.cell, problem.h0

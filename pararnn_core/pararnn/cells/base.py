@@ -280,7 +280,11 @@ class ChannelwiseCell:
         moved = {}
         for name, a in self.arrays.items():
             if target is not self.xp:
-                host = np.from_dlpack(a) if hasattr(a, "__dlpack__") and not hasattr(a, "detach") else np.asarray(a)
+                if hasattr(a, "detach"):
+                    # A tensor, which may be on a GPU and may be watched by autograd.
+                    host = a.detach().cpu().numpy()
+                else:
+                    host = np.from_dlpack(a) if hasattr(a, "__dlpack__") else np.asarray(a)
                 a = target.asarray(host, device=device, copy=True)
             elif device is not None:
                 a = array_api_compat.to_device(a, device)

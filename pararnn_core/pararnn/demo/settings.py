@@ -49,7 +49,7 @@ class Settings:
     cell: str = "gru"
     seed: int = 0
     width: int = 128
-    features: int = 64
+    features: int = 32
     batch: int = 2
     window: int = 2048
     learning_rate: float = 2e-2
