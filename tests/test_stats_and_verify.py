@@ -466,7 +466,7 @@ def test_explain_predicts_the_path_that_the_stats_report(kind, config):
         cell, x = problem(kind, time, batch=batch, features=features, width=width)
         told = explain(cell, x, config)
         _, stats = solve(cell, x, config)
-        if "whole sequence was walked" in stats.reason:
+        if "was walked" in stats.reason:
             continue  # what no plan can foresee
         assert (told.backend, told.path) == (stats.scan_backend, stats.path)
         if stats.path == "segments":

@@ -162,6 +162,17 @@ def test_P42_memory_layout_of_the_input_does_not_matter():
     assert torch.allclose(rnn(x[::2]), rnn(x)[::2], atol=1e-12)
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 3), (0, 0, 3), (2, 0, 3)])
+def test_O52_empty_input_has_empty_output_and_gradients(shape):
+    rnn = module(ParaLSTM, 2)
+    for training in (True, False):
+        x = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
+        y = rnn.train(training)(x)
+        y.sum().backward()
+        assert y.shape == (*shape[:2], 5) and x.grad.shape == shape
+        assert not any(p.grad.any() for p in rnn.parameters())
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_a_sequence_without_a_step(training):
     rnn = module(ParaLSTM, 2, return_hidden=True, hidden_layout="pytorch").train(training)
@@ -277,7 +288,7 @@ def test_input_that_does_not_fit(training):
     ]:
         with pytest.raises(error, match=sentence):
             rnn(x)
-    with pytest.raises(NotImplementedError, match="cu_seqlens.*not supported yet"):
+    with pytest.raises(NotImplementedError, match=r"cu_seqlens.*not supported yet"):
         rnn(x_of(1, 4, 3), cu_seqlens=torch.tensor([0, 2, 4]))
 
 
@@ -301,7 +312,7 @@ def test_h0_that_does_not_fit(kind, layers, layout, shape):
 
 def test_h0_of_a_wrong_type_or_count():
     rnn = module(ParaLSTM, 2, hidden_layout="pytorch")
-    with pytest.raises(TypeError, match="h0.*ndarray"):
+    with pytest.raises(TypeError, match=r"h0.*ndarray"):
         rnn(x_of(2, 4, 3), np.zeros((2, 2, 5)))
     with pytest.raises(ValueError, match=r"tuple \(h, c\) of tensors \(2, B, 5\)"):
         rnn(x_of(2, 4, 3), (x_of(2, 2, 5),))
@@ -548,7 +559,7 @@ def test_without_torch_they_say_what_to_install():
     code = """
 import sys
 sys.modules["torch"] = None
-import importlib.machinery, pararnn
+import pararnn
 for load in (lambda: pararnn.ParaRNN, lambda: pararnn.distributed.last_newton_residuals):
     try:
         load()

@@ -1,4 +1,4 @@
-"""torch.func over newton_apply: vmap, grad and jacrev are right, forward mode and second derivatives are refused (O50)."""
+"""O50: vmap, grad and jacrev over newton_apply are right; forward mode and second derivatives are refused."""
 
 from __future__ import annotations
 

@@ -49,6 +49,9 @@ def sequential_apply(cell: Any, x: torch.Tensor, h0: torch.Tensor | None = None)
     x = as_cell(cell, x)
     problem = make_problem("sequential_apply", cell, x, h0)
     if is_tracked(x, h0, *cell.arrays.values()):
+        if not problem.shape[1]:
+            # A loop without a step touches nothing, and autograd would not find its way back.
+            return newton_apply(cell, x, h0=h0)
         problem = replace(problem, xp=_Differentiable(problem.xp))
     with apart(problem.device):
         return run_sequential(problem)

@@ -22,17 +22,25 @@ _CUT = "\x1f"
 def cell_text(cell: ChannelwiseCell, names: Iterable[str]) -> str:
     """Class, sizes, clamp, options and the names of the arrays of a cell."""
     kind = type(cell)
-    options = [f"{name}={getattr(cell, name)!r}" for name in kind.options]
-    sizes = [f"{cell.input_size}", f"{cell.hidden_size}", f"{cell.max_recurrent_norm!r}"]
-    listed = ",".join(names)
-    return _CUT.join([kind.__module__, kind.__qualname__, f"{kind.serial}", *sizes, listed, *options])
+    options = [f"{name}={_fixed(getattr(cell, name))!r}" for name in kind.options]
+    numbers = [f"{_fixed(n)!r}" for n in (kind.serial, cell.input_size, cell.hidden_size, cell.max_recurrent_norm)]
+    return _CUT.join([kind.__module__, kind.__qualname__, *numbers, ",".join(names), *options])
+
+
+def _fixed(value: Any) -> Any:
+    """A number as this number: one that Dynamo has seen change it would make a symbol, which has no text."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, float) else value
 
 
 def config_text(config: NewtonConfig) -> str:
     """Every field of a configuration."""
     table = config.newton_iters_by_t
-    entries = [] if table is None else [f"{time}:{count}" for time, count in table.items()]
-    fields = [f"{name}={getattr(config, name)!r}" for name in _FIELDS]
+    entries = [] if table is None else [f"{_fixed(time)}:{_fixed(count)}" for time, count in table.items()]
+    fields = [f"{name}={_fixed(getattr(config, name))!r}" for name in _FIELDS]
     return _CUT.join([*fields, "newton_iters_by_t={" + ",".join(entries) + "}"])
 
 

@@ -112,6 +112,7 @@ class StepPrograms:
         self.compiled: dict[str, Any] = {}
         self.slots, self.gates, self.params = cell.slots, cell.gates, cell.params
         self.bounds = [cell.bounds.get(s) for s in cell.slots]
+        self.logarithmic = [s in cell.logarithmic for s in cell.slots]
         self.size = len(self.slots)
         self.prev = [graph.input(f"s_{s}") for s in self.slots]
         gates = [graph.input(f"g_{g}") for g in self.gates]
@@ -197,12 +198,15 @@ class StepPrograms:
                 term = g.apply("where", g.apply("equal", d, zero), zero, g.apply("mul", m[i][k], d))
                 moved = add(moved, term)
                 spread = add(spread, mul(g.apply("abs", m[i][k]), g.input(noise[k])))
-            start = add(end, moved)
+            start = wanted = add(end, moved)
             if self.bounds[i] is not None:
                 start = g.apply("maximum", g.apply("minimum", start, g.input(f"hi_{slot}")), g.input(f"lo_{slot}"))
             finite = g.apply("equal", g.apply("sub", start, start), zero)
             start = g.apply("where", finite, start, end)
             same = g.apply("equal", start, old)
+            # What a guard took away is an error of this pass like any other: a box that is not the true one must show.
+            held = g.apply("equal", start, wanted)
+            spread = add(spread, g.apply("where", held, zero, g.apply("abs", g.apply("sub", wanted, start))))
             new_start.append(start)
             new_delta.append(g.apply("where", same, zero, g.apply("sub", start, old)))
             new_noise.append(spread)

@@ -21,6 +21,9 @@ from pararnn.programs import StepPrograms
 DEFAULT_MAX_PASSES = 12
 # A channel whose estimate has not halved in this many passes is walked: early passes may stall before the fall begins.
 PATIENCE = 3
+# How much larger an error may be in public slots than in the solver's, relative to scale: in c = u exp(l) the error of u
+# counts where exp(l) is large, even if u is small there. The soak test measures it.
+DECODING = 4.0
 # Scale below which a channel counts as zero when accuracy is relative.
 SMALLEST_SCALE = 1e-6
 
@@ -233,7 +236,10 @@ class WindowSolver:
                 # The interval attracts, so its hull with the true start is never left.
                 boxes += [xp.minimum(s[:m], xp.full_like(s[:m], bound[0]))]
                 boxes += [xp.maximum(s[:m], xp.full_like(s[:m], bound[1]))]
-        scales = [xp.maximum(xp.max(s, axis=0), xp.full_like(s[0, :], SMALLEST_SCALE)) for s in sizes]
+        scales = [
+            xp.ones_like(s[0, :]) if log else xp.maximum(xp.max(s, axis=0), xp.full_like(s[0, :], SMALLEST_SCALE))
+            for s, log in zip(sizes, programs.logarithmic, strict=True)
+        ]
         none = xp.zeros_like(starts[0][:m])
         # After the last segment stands its own end, so that the last δ and ν are the end state's.
         following = [xp.concat([s[m:], e[(count - 1) * m :]]) for s, e in zip(starts, ends, strict=True)]
@@ -255,6 +261,8 @@ class WindowSolver:
         new = [
             xp.concat([s[:m], xp.reshape(n[: count - 1, :], (-1,))]) for s, n in zip(starts, out.stored, strict=True)
         ]
+        if not self.public:
+            estimate, unsettled = DECODING * estimate, DECODING * unsettled
         return _Correction(new, estimate, unsettled, [r[count, :] for r in reach])
 
     def _only_where_wrong(self, found: _Correction, error: list[Array]) -> _Correction:

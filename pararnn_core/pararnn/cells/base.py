@@ -105,6 +105,8 @@ class ChannelwiseCell:
     stacked: ClassVar[dict[str, tuple[str, ...]]] = {}
     # Slots whose value never leaves an interval, whatever the input: {"h": (-1.0, 1.0)}. The solver projects on it.
     bounds: ClassVar[dict[str, tuple[float, float]]] = {}
+    # Slots whose error counts as it is, not relative to their size: logarithms of what is public.
+    logarithmic: ClassVar[tuple[str, ...]] = ()
     # The slot that a layer passes on.
     hidden: ClassVar[str] = "h"
     # Numbers that `step` reads from self (none of them an array); part of what a trace depends on.

@@ -79,7 +79,9 @@ class _SLSTMInLogCoordinates(ParaSLSTM):
     """The same recurrence for u = c/n and ℓ = log n: what the solver iterates on."""
 
     slots = ("u", "l", "m", "h")
-    bounds = {"u": (-1.0, 1.0), "h": (-1.0, 1.0)}
+    # Not h: it follows u, which may start beyond 1 where h does not.
+    bounds = {"u": (-1.0, 1.0)}
+    logarithmic = ("l",)
     picard_start = True
 
     def step(
