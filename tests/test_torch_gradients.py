@@ -59,7 +59,7 @@ def test_gradients_equal_autograd_through_the_time_loop(kind, way):
 
 @pytest.mark.parametrize("kind", CELLS)
 def test_gradients_pass_gradcheck(kind):
-    cell, x, h0 = tensors(kind, 4, batch=1, features=2, width=2)
+    cell, x, h0 = tensors(kind, 3, batch=1, features=2, width=2)
     config = NewtonConfig(segment_len=2, exact=True)
     names = list(cell.arrays)
 
@@ -100,17 +100,17 @@ def test_O24_the_gradient_crosses_from_one_call_into_the_next(kind):
 
 
 @pytest.mark.parametrize("h0_given", [False, True])
-@pytest.mark.parametrize("config", [None, NewtonConfig(segment_len=8), NewtonConfig(recompute=True)])
+@pytest.mark.parametrize("config", [None, NewtonConfig(segment_len=4), NewtonConfig(recompute=True)])
 def test_O64_a_gradient_for_exactly_what_requires_one(h0_given, config):
     """Each input alone, with every optional argument set and unset."""
     for guessed in (False, True):
         for stats in (None, NewtonStats()):
             for chosen in ("x", "h0", "a_z", "W_x.weight", "W_x.bias"):
-                cell, x, h0 = tensors(ParaGRU, 20, tracked=False)
+                cell, x, h0 = tensors(ParaGRU, 9, tracked=False)
                 if chosen == "h0" and not h0_given:
                     continue
                 leaf = {"x": x, "h0": h0, **cell.arrays}[chosen].requires_grad_()
-                guess = torch.zeros(2, 20, 5, dtype=torch.float64) if guessed else None
+                guess = torch.zeros(2, 9, 5, dtype=torch.float64) if guessed else None
                 start = h0 if h0_given else None
                 states = newton_apply(cell, x, config, h0=start, guess=guess, stats=stats)
                 states.sum().backward()

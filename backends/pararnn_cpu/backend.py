@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.util import find_spec
+from typing import Any
 
 from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, namespace_name
@@ -22,6 +23,11 @@ from pararnn_numpy.engine import UfuncEngine
 # the tenth of a second that compiling takes, and what is shorter is mostly run once. It depends on nothing but the
 # problem, so that the same call always gives the same bits.
 WORTH_COMPILING_US = 5000.0
+
+CUT = (
+    "few channels: segments of the compiled loop run side by side, each from a warm-up, and are kept where they meet "
+    "bit for bit"
+)
 
 
 class CpuBackend(Backend):
@@ -79,34 +85,60 @@ class CpuBackend(Backend):
         return give(states), stats
 
     def _time_loop(self, problem: Problem, plan: Plan) -> tuple[Array, NewtonStats]:
-        from pararnn_cpu.time_loop import run_forward
+        from pararnn_cpu import cut_loop, time_loop
 
-        states = run_forward(problem, self.exact)
         _, time, _, _ = problem.shape
+        cut, again = self._cut(problem), 0
+        if cut is None:
+            states = time_loop.run_forward(problem, self.exact)
+        else:
+            states, again = cut_loop.run_forward(problem, cut)
         stats = NewtonStats(
             max_residual=0.0,
             scan_backend=self.name,
-            path="sequential",
-            segment_len=time,
-            segments=1,
+            path="sequential" if cut is None else "segments",
+            segment_len=time if cut is None else cut.length,
+            segments=1 if cut is None else cut.segments,
             windows=1,
             passes=1,
+            walked=again / max(1, time),
             agreement_estimate=0.0,
             exact=True,
             converged=True,
-            reason=plan.reason,
+            reason=plan.reason if cut is None else CUT,
         )
         stats.later(lyapunov=lambda: largest_exponent(problem, states, self.engine(problem)))
         return states, stats
 
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
-        from pararnn_cpu.time_loop import run_backward
+        from pararnn_cpu import cut_loop, time_loop
 
         problem, give = numpy_problem(problem)
         states, cotangent = view(states), view(cotangent)
+        grads: Gradients | None = None
         if self._loop_plan(problem) is None:
-            return back_to_caller(super().pull_back(problem, states, cotangent), give)
-        return back_to_caller(run_backward(problem, states, cotangent, self.exact), give)
+            grads = super().pull_back(problem, states, cotangent)
+        elif (cut := self._cut(problem)) is not None:
+            grads = cut_loop.run_backward(problem, states, cotangent, cut)
+        if grads is None:
+            grads = time_loop.run_backward(problem, states, cotangent, self.exact)
+        return back_to_caller(grads, give)
+
+    def describe(self, problem: Problem) -> dict[str, object]:
+        found = super().describe(problem)
+        cut = self._cut(problem) if self._loop_plan(problem) is not None else None
+        if cut is not None:
+            found.update(path="segments", segment_len=cut.length, segments=cut.segments, reason=CUT)
+        return found
+
+    def _cut(self, problem: Problem) -> Any:
+        """How the compiled loop is cut into segments, None if it is not."""
+        config = problem.config
+        if self.exact or config.segment_len is not None or config.chunk_len is not None:
+            return None
+        from pararnn_cpu.cut_loop import cut_of
+
+        return cut_of(problem)
 
     def _loop_plan(self, problem: Problem) -> Plan | None:
         """The plan if the compiled time loop is the way, else None."""

@@ -20,6 +20,8 @@ from pararnn_cpu.emit import Machine
 
 # What printed code may call: functions of the C library, and what Windows wants of functions with large frames.
 _LIBRARY = ("exp", "expm1", "log", "log1p", "tanh", "sin", "cos", "pow", "__chkstk")
+# Takes the address of an argument array.
+Compiled = Callable[[int], None]
 _lock = threading.RLock()
 # Execution engines own their code: dropping one would unmap it.
 _engines: list[llvm.ExecutionEngine] = []
@@ -78,7 +80,7 @@ def cache_folder() -> Path:
     return base / "pararnn"
 
 
-def compiled(source: str) -> Callable[[int], None]:
+def compiled(source: str) -> Compiled:
     """The function ``run`` of `source`, taking the address of its argument array. Releases the interpreter lock."""
     with _lock:
         target = _target()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from pararnn.engine import Costs, LoopResult
 from pararnn.programs import LoopProgram
-from pararnn_cpu.compile import compiled, machine
+from pararnn_cpu.compile import Compiled, compiled, machine
 from pararnn_cpu.emit import CACHE_LINE
 from pararnn_cpu.print_llvm import TILE, Form, print_loop
 from pararnn_cpu.threads import run_all, shares, thread_count
@@ -28,20 +28,27 @@ COST_OF_DOUBLE = 1.7
 LIBRARY_LANES = 8
 
 
-def block_width(batch: int, lanes: int, double: bool, library: bool) -> int:
-    """Lanes of a block: a power of two, no more than there are to fill, and best for all threads together."""
+def vector_shape(entries: int, lanes: int, double: bool, library: bool) -> tuple[int, int]:
+    """Numbers in a vector and entries that share it; both powers of two, and best for all threads together."""
+    piece = 1 << max(0, lanes - 1).bit_length()
+    most = LIBRARY_LANES if library else VECTORS_PER_BLOCK * machine().vector_bytes // (8 if double else 4)
+    if piece < most and entries > 1:
+        # Entries are laid out as if they were lanes of one.
+        width = _width(1, entries * piece, most, library)
+        return width, max(1, width // piece)
+    return _width(entries, lanes, most, library), 1
+
+
+def _width(entries: int, lanes: int, most: int, library: bool) -> int:
     full = 1 << max(0, lanes - 1).bit_length()
-    if library:
-        return min(LIBRARY_LANES, full)
-    width = VECTORS_PER_BLOCK * machine().vector_bytes // (8 if double else 4)
-    if full <= width:
-        return full
+    if library or full <= most:
+        return min(most, full)
     threads = thread_count()
 
     def turns(width: int) -> int:
-        return -(-batch * -(-lanes // width) // threads)
+        return -(-entries * -(-lanes // width) // threads)
 
-    return 2 * width if turns(2 * width) * COST_OF_DOUBLE < turns(width) else width
+    return 2 * most if turns(2 * most) * COST_OF_DOUBLE < turns(most) else most
 
 
 def product_width(columns: int, dtype: Any) -> int:
@@ -70,10 +77,11 @@ def blocks_of(matrix: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass
 class Operands:
-    """Arrays of one run: rows, kept and stored (B, T, D), carries and totals (B, D), consts (D,), inputs (B, T, I).
+    """Arrays of one run: rows, kept and stored (B, T, D), consts (D,), inputs (B, T, I); carries and totals (B·C, D).
 
-    Carries and totals are read, and written back. All are of one dtype, and except for the inputs and with more than
-    one lane, their last axis has unit stride.
+    Every sequence is cut into C = `segments`, which are run side by side: `steps` rows each, from one `segment_rows`
+    to the next, with a carry of its own each. Carries and totals are read, and written back. All arrays are of one
+    dtype, and except for the inputs and with more than one lane, their last axis has unit stride.
     """
 
     carry: Sequence[np.ndarray]
@@ -83,6 +91,17 @@ class Operands:
     stored: Sequence[np.ndarray] = ()
     totals: Sequence[np.ndarray] = ()
     inputs: np.ndarray | None = None
+    segments: int = 1
+    segment_rows: int = 0
+    steps: int | None = None
+
+    @property
+    def example(self) -> np.ndarray:
+        return next(a for a in (*self.rows, *self.kept, *self.stored))
+
+    @property
+    def count(self) -> int:
+        return self.example.shape[1] if self.steps is None else self.steps
 
     def table(self) -> list[int]:
         """Address and strides of each, in the order of the printed code."""
@@ -131,52 +150,54 @@ def run_loop(
     exact: bool = False,
 ) -> None:
     """Runs `loop` over all rows of the first part, then over those of the next, and so on."""
-    example = next(a for a in (*parts[0].rows, *parts[0].kept, *parts[0].stored))
-    batch, _, lanes = example.shape
+    example = parts[0].example
+    entries, lanes = example.shape[0] * parts[0].segments, example.shape[2]
     double = example.dtype == np.float64
-    width = block_width(batch, lanes, double, exact)
+    width, shared = vector_shape(entries, lanes, double, exact)
     form = Form(
         width=width,
-        full=lanes >= width,
-        tail=lanes % width > 0,
+        full=shared == 1 and lanes >= width,
+        tail=shared == 1 and lanes % width > 0,
         double=double,
         exact=exact,
+        entries=shared,
+        lanes=lanes if shared > 1 else 0,
         keep=len(parts[0].kept),
         projected=(0, 0) if projection is None else (projection.start, projection.start + projection.gates),
         add_stored=add_stored,
     )
     run = _kernel(loop, form)
-    packed = None if projection is None else projection.packed(width)
+    packed = None if projection is None else projection.packed(width // shared)
     tables = [part.table() for part in parts]
-    steps = [next(a for a in (*p.rows, *p.kept, *p.stored)).shape[1] for p in parts]
     held: list[np.ndarray] = []
     tasks = []
-    work = batch * sum(steps) * lanes * len(loop.program.instructions)
-    for rectangles in _pieces(batch, -(-lanes // width), work):
+    work = entries * sum(part.count for part in parts) * lanes * len(loop.program.instructions)
+    for pieces in rectangles(-(-entries // shared), -(-lanes // width), work // WORTH_A_THREAD):
         scratch = aligned((TILE * form.gates * width,), example.dtype)
         held.append(scratch)
         addresses = []
-        for part, table, count in zip(parts, tables, steps, strict=True):
-            order = (count - 1, -1) if reverse else (0, 1)
+        for part, table in zip(parts, tables, strict=True):
+            cut = (lanes, entries, part.segments, part.segment_rows, part.count)
+            order = (part.count - 1, -1) if reverse else (0, 1)
             made = [0] * 5
             if packed is not None and part.inputs is not None:
                 made = [a.ctypes.data for a in (scratch, *packed)]
                 made += [part.inputs.shape[2], part.inputs.strides[2]]
-            for rectangle in rectangles:
-                args = np.array([*rectangle, lanes, count, *order, *made, *table], dtype=np.int64)
+            for piece in pieces:
+                args = np.array([*piece, *cut, *order, *made, *table], dtype=np.int64)
                 held.append(args)
                 addresses.append(args.ctypes.data)
         tasks.append(functools.partial(run_each, run, addresses))
     run_all(tasks)
 
 
-def run_each(run: Callable[[int], None], addresses: Sequence[int]) -> None:
+def run_each(run: Compiled, addresses: Sequence[int]) -> None:
     """Calls compiled code on one argument array after the other."""
     for address in addresses:
         run(address)
 
 
-def _kernel(loop: LoopProgram, form: Form) -> Callable[[int], None]:
+def _kernel(loop: LoopProgram, form: Form) -> Compiled:
     """The compiled loop, made on first use."""
     key = f"cpu {form}"
     if key not in loop.compiled:
@@ -184,19 +205,19 @@ def _kernel(loop: LoopProgram, form: Form) -> Callable[[int], None]:
     return loop.compiled[key]
 
 
-def _pieces(batch: int, blocks: int, work: int) -> Iterator[list[tuple[int, int, int, int]]]:
-    """What each thread does, as rectangles: batch range and range of blocks."""
-    for begin, end in shares(batch * blocks, work // WORTH_A_THREAD):
-        (b, p), (b_end, p_end) = divmod(begin, blocks), divmod(end, blocks)
-        if b == b_end:
-            yield [(b, b + 1, p, p_end)]
+def rectangles(groups: int, blocks: int, most: int) -> Iterator[list[tuple[int, int, int, int]]]:
+    """What each of at most `most` threads does of groups × blocks: a few (first group, stop, first block, stop)."""
+    for begin, end in shares(groups * blocks, most):
+        (g, p), (g_end, p_end) = divmod(begin, blocks), divmod(end, blocks)
+        if g == g_end:
+            yield [(g, g + 1, p, p_end)]
             continue
-        out = [(b, b + 1, p, blocks)] if p else []
-        b += bool(p)
-        if b < b_end:
-            out.append((b, b_end, 0, blocks))
+        out = [(g, g + 1, p, blocks)] if p else []
+        g += bool(p)
+        if g < g_end:
+            out.append((g, g_end, 0, blocks))
         if p_end:
-            out.append((b_end, b_end + 1, 0, p_end))
+            out.append((g_end, g_end + 1, 0, p_end))
         yield out
 
 

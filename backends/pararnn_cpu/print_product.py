@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -69,48 +70,72 @@ def emit_product_rows(
             rows(one.index, 1)
 
 
-def print_product(width: int, full: bool, tail: bool, double: bool, add: bool, machine: Machine) -> str:
-    """LLVM source of ``void run(int64 *args)`` for out = left · right, or with `add` out += left · right.
+class ProductHeader(IntEnum):
+    """The argument array of a product. Strides are in bytes."""
 
-    Arguments: number of rows; block range of columns; columns; depth; address, row stride and depth stride of left;
-    address, depth stride and block stride of right; address and row stride of out. Strides in bytes. The columns
-    behind the last ones of right must be readable unless `add` is set.
+    FIRST_BATCH = 0
+    STOP_BATCH = 1
+    ROWS = 2
+    COLUMNS = 3
+    DEPTH = 4
+    # left[b, r, k], right[b, k] by blocks of columns, and out[b, r].
+    LEFT = 5
+    LEFT_BATCH = 6
+    LEFT_ROW = 7
+    LEFT_DEPTH = 8
+    RIGHT = 9
+    RIGHT_BATCH = 10
+    RIGHT_DEPTH = 11
+    RIGHT_BLOCK = 12
+    OUT = 13
+    OUT_BATCH = 14
+    OUT_ROW = 15
+
+
+def print_product(width: int, full: bool, tail: bool, double: bool, add: bool, machine: Machine) -> str:
+    """LLVM source of ``void run(int64 *args)`` for out[b] = left[b] · right[b], or with `add` out[b] += …
+
+    Without `add`, the columns behind the last ones of right must be readable.
     """
     code = Code(machine, double)
-    b, math = code.b, code.vectors(width)
-    count, first, stop, columns, depth = (code.argument(k) for k in range(5))
-    left, by_row, by_depth, right, by_row_right, by_block, out, by_row_out = (code.argument(k) for k in range(5, 13))
-    zero = ir.Constant(I64, 0)
+    b, math, zero = code.b, code.vectors(width), ir.Constant(I64, 0)
+    at = {name: code.argument(name) for name in ProductHeader}
+    depth, columns, size = at[ProductHeader.DEPTH], at[ProductHeader.COLUMNS], ir.Constant(I64, width)
+    whole = b.sdiv(columns, size)
 
-    def columns_of(block: Any, part: Any, terms: Any, mask: Any | None) -> None:
+    def columns_of(batch: Any, block: Any, part: Any, terms: Any, mask: Any | None) -> None:
+        left = b.add(at[ProductHeader.LEFT], b.mul(batch, at[ProductHeader.LEFT_BATCH]))
+        right = b.add(at[ProductHeader.RIGHT], b.mul(batch, at[ProductHeader.RIGHT_BATCH]))
+        right = b.add(right, b.mul(block, at[ProductHeader.RIGHT_BLOCK]))
         factors = Factors(
-            Place(b.add(left, b.mul(part, by_depth)), by_row),
-            by_depth,
-            Place(b.add(b.add(right, b.mul(part, by_row_right)), b.mul(block, by_block)), by_row_right),
+            Place(b.add(left, b.mul(part, at[ProductHeader.LEFT_DEPTH])), at[ProductHeader.LEFT_ROW]),
+            at[ProductHeader.LEFT_DEPTH],
+            Place(b.add(right, b.mul(part, at[ProductHeader.RIGHT_DEPTH])), at[ProductHeader.RIGHT_DEPTH]),
             terms,
         )
-        place = Place(b.add(out, b.mul(block, ir.Constant(I64, width * code.item))), by_row_out)
+        out = b.add(at[ProductHeader.OUT], b.mul(batch, at[ProductHeader.OUT_BATCH]))
+        out = b.add(out, b.mul(block, ir.Constant(I64, width * code.item)))
 
         def begin(address: Any) -> Any:
             return math.load(address, mask) if add else math.const(0.0)
 
-        emit_product_rows(code, math, count, factors, place, begin, mask, mask if add else None)
+        place = Place(out, at[ProductHeader.OUT_ROW])
+        emit_product_rows(code, math, at[ProductHeader.ROWS], factors, place, begin, mask, mask if add else None)
 
-    whole = code.least(stop, b.sdiv(columns, ir.Constant(I64, width)))
-
-    def all_columns(part: Any, terms: Any) -> None:
+    def all_columns(batch: Any, part: Any, terms: Any) -> None:
         if full:
-            with code.loop("blocks", first, whole) as block:
-                columns_of(block.index, part, terms, None)
+            with code.loop("blocks", zero, whole) as block:
+                columns_of(batch, block.index, part, terms, None)
         if tail:
-            with code.loop("tail", code.most(first, whole), stop) as block:
-                left_over = b.sub(columns, b.mul(block.index, ir.Constant(I64, width)))
-                columns_of(block.index, part, terms, math.first_lanes(left_over))
+            left_over = b.sub(columns, b.mul(whole, size))
+            columns_of(batch, whole, part, terms, math.first_lanes(left_over))
 
-    if add:
-        past = b.add(depth, ir.Constant(I64, DEPTH - 1))
-        with code.loop("parts", zero, past, DEPTH) as part:
-            all_columns(part.index, code.least(ir.Constant(I64, DEPTH), b.sub(depth, part.index)))
-    else:
-        all_columns(zero, depth)
+    with code.loop("batch", at[ProductHeader.FIRST_BATCH], at[ProductHeader.STOP_BATCH]) as batch:
+        if add:
+            past = b.add(depth, ir.Constant(I64, DEPTH - 1))
+            with code.loop("parts", zero, past, DEPTH) as part:
+                terms = code.least(ir.Constant(I64, DEPTH), b.sub(depth, part.index))
+                all_columns(batch.index, part.index, terms)
+        else:
+            all_columns(batch.index, zero, depth)
     return code.finish()

@@ -122,6 +122,22 @@ class VectorMath:
             return self.call("fma", a, x, c)
         return self.b.fadd(self.b.fmul(a, x), c)
 
+    def joined(self, parts: list[Any]) -> Any:
+        """Vectors of equal width, one after the other."""
+        while len(parts) > 1:
+            width = parts[0].type.count
+            both = ir.Constant(ir.VectorType(_I32, 2 * width), [ir.Constant(_I32, k) for k in range(2 * width)])
+            parts = [self.b.shuffle_vector(x, y, both) for x, y in zip(parts[::2], parts[1::2], strict=True)]
+        return parts[0]
+
+    def split(self, value: Any, count: int) -> list[Any]:
+        """A vector in `count` equal parts."""
+        if count == 1:
+            return [value]
+        width = self.width // count
+        order = [[ir.Constant(_I32, part * width + k) for k in range(width)] for part in range(count)]
+        return [self.b.shuffle_vector(value, value, ir.Constant(ir.VectorType(_I32, width), o)) for o in order]
+
     def splat(self, scalar: Any) -> Any:
         """A number in every lane."""
         one = self.b.insert_element(ir.Constant(self.vector, ir.Undefined), scalar, ir.Constant(_I32, 0))

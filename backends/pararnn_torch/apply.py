@@ -89,6 +89,9 @@ def apart(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def untracked(problem: Problem) -> Problem:
     """The problem on tensors that autograd does not watch."""
     cell = problem.cell
+    given = (problem.x, problem.h0, problem.guess, *cell.arrays.values())
+    if not any(a is not None and a.requires_grad for a in given):
+        return problem
     arrays = {name: a.detach() for name, a in cell.arrays.items()}
     return replace(
         problem,

@@ -46,11 +46,8 @@ class Backend:
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         """States (B, T, …) and stats."""
-        config, engine = problem.config, self.engine(problem)
-        pinned = config.max_iters
-        if config.newton_iters_by_t is not None:
-            pinned = iterations_from(config.newton_iters_by_t, problem.shape[1])
-        if pinned is not None and config.segment_len in (None, 1):
+        engine, pinned = self.engine(problem), pinned_per_step(problem)
+        if pinned is not None:
             states, stats = solve_per_step(problem, engine, pinned)
         else:
             states, stats = solve(problem, engine)
@@ -63,14 +60,14 @@ class Backend:
 
     def describe(self, problem: Problem) -> dict[str, object]:
         """What :func:`pararnn.explain` shows: path, segment_len, segments, passes, reason."""
-        config = problem.config
-        if config.max_iters is not None and config.segment_len in (None, 1):
+        config, pinned = problem.config, pinned_per_step(problem)
+        if pinned is not None:
             return {
                 "path": "per-step",
                 "segment_len": 1,
                 "segments": problem.shape[1],
-                "passes": config.max_iters + 1,
-                "reason": f"max_iters={config.max_iters} is an order",
+                "passes": pinned + 1,
+                "reason": f"{pinned} iterations on every time step were asked for",
             }
         plan = plan_for(problem, self.engine(problem))
         likely = 1 if plan.path == "sequential" else 3 if problem.cell.solve_cell().picard_start else 2
@@ -81,6 +78,16 @@ class Backend:
             "passes": likely if config.max_iters is None else config.max_iters + 1,
             "reason": plan.reason,
         }
+
+
+def pinned_per_step(problem: Problem) -> int | None:
+    """The iteration count if the published algorithm was ordered, one unknown per time step; else None."""
+    config = problem.config
+    if config.segment_len not in (None, 1):
+        return None
+    if config.newton_iters_by_t is not None:
+        return iterations_from(config.newton_iters_by_t, problem.shape[1])
+    return config.max_iters
 
 
 def iterations_from(table, time: int) -> int:

@@ -27,6 +27,9 @@ class NothingToDo(Backend):
             reason="there is nothing to do",
         )
 
+    def describe(self, problem: Problem) -> dict[str, object]:
+        return {"path": "sequential", "segment_len": 0, "segments": 0, "passes": 0, "reason": "there is nothing to do"}
+
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
         xp, cell = problem.xp, problem.cell
         h0 = xp.zeros((problem.shape[0], *cell.state_shape), dtype=problem.dtype, device=problem.device)

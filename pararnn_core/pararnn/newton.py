@@ -43,6 +43,9 @@ def newton_apply(
     Newton's method on the states at segment starts; what does not settle is finished exactly, so the result is right
     for chaotic networks too (at the time loop's speed). See ``docs/how-it-works.md``.
 
+    On PyTorch tensors autograd works as usual: gradients reach x, the cell's arrays and h0 (see ``docs/pytorch.md``).
+    Elsewhere newton_vjp gives them.
+
     Args:
         cell: a ChannelwiseCell, its arrays of the same library and dtype as `x`.
         x: (B, T, I), floating; any B, T ≥ 0. Half precision is computed in float32 and returned in half.

@@ -21,8 +21,8 @@ from pararnn.programs import StepPrograms
 DEFAULT_MAX_PASSES = 12
 # A channel whose estimate has not halved in this many passes is walked: early passes may stall before the fall begins.
 PATIENCE = 3
-# How much larger an error may be in public slots than in the solver's, relative to scale: in c = u exp(l) the error of u
-# counts where exp(l) is large, even if u is small there. The soak test measures it.
+# How much larger an error may be in public slots than in the solver's, relative to scale: in c = u exp(l) the error of
+# u counts where exp(l) is large, even if u is small there. The soak test measures it.
 DECODING = 4.0
 # Scale below which a channel counts as zero when accuracy is relative.
 SMALLEST_SCALE = 1e-6
@@ -137,13 +137,17 @@ class WindowSolver:
     def _one_segment(
         self, window: Window, gates: list[Array], params: list[Array], start: list[Array], error: list[Array] | None
     ) -> WindowResult:
-        """The time loop; tangents only where an error that came in must be followed."""
+        """The time loop; tangents where an error that came in must be followed, or rounding in other coordinates."""
         report = WindowReport(passes=1)
-        if error is None:
+        if error is None and self.public:
             out = self.engine.loop(self.programs.advance, start, gates, params, keep=self.programs.size)
             return WindowResult(out.kept, out.carry, None, None, report)
-        tangents = self._advance_tangent(gates, params, start)
-        found = self._only_where_wrong(self._correct(tangents, start, 1, window.channels, error), error)
+        xp, tangents = self.xp, self._advance_tangent(gates, params, start)
+        if error is None:
+            error = [xp.zeros_like(s) for s in start]
+        found = self._correct(tangents, start, 1, window.channels, error)
+        if self.public:
+            found = self._only_where_wrong(found, error)
         end = [s[-1, :] for s in tangents.states]
         return WindowResult(tangents.states, end, found.end_error, found.estimate, report)
 
@@ -395,7 +399,7 @@ class WindowSolver:
             lanes = slice(c * channels, (c + 1) * channels)
             part = [s[:, lanes] for s in taken]
             rows = [g[:, lanes] for g in here]
-            if followed:
+            if followed and incoming is not None:
                 # An earlier window left an error: it must be followed through the tangents.
                 tangents = self._advance_tangent(rows, narrow, state)
                 found = self._only_where_wrong(self._correct(tangents, state, 1, channels, incoming), incoming)
