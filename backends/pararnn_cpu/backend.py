@@ -111,18 +111,13 @@ class CpuBackend(Backend):
         return states, stats
 
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
-        from pararnn_cpu import cut_loop, time_loop
+        from pararnn_cpu.time_loop import run_backward
 
         problem, give = numpy_problem(problem)
         states, cotangent = view(states), view(cotangent)
-        grads: Gradients | None = None
         if self._loop_plan(problem) is None:
-            grads = super().pull_back(problem, states, cotangent)
-        elif (cut := self._cut(problem)) is not None:
-            grads = cut_loop.run_backward(problem, states, cotangent, cut)
-        if grads is None:
-            grads = time_loop.run_backward(problem, states, cotangent, self.exact)
-        return back_to_caller(grads, give)
+            return back_to_caller(super().pull_back(problem, states, cotangent), give)
+        return back_to_caller(run_backward(problem, states, cotangent, self.exact), give)
 
     def describe(self, problem: Problem) -> dict[str, object]:
         found = super().describe(problem)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import numpy as np
 
@@ -58,63 +57,40 @@ def run_forward(problem: Problem, exact: bool) -> np.ndarray:
 
 
 def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, exact: bool) -> Gradients:
-    """Gradients by one reverse loop."""
+    """Gradients by one reverse loop, and for each stretch of it the products that need the gates' cotangents."""
     cell, size = problem.cell, problem.cell.state_slots
     parts = Parts(problem, size)
     batch, _, features, width = problem.shape
-    gates, work, params = len(cell.gates), parts.work, parts.params
+    gates, work = len(cell.gates), parts.work
+    loop = programs_of(cell).back_propagate
     slots, given = (problem.slots_of(np.asarray(a, dtype=work)) for a in (states, cotangent))
     future = [np.zeros((batch, width), work) for _ in range(size)]
-    sums = [np.zeros((batch, width), work) for _ in range(len(params) + gates)]
-
-    def stretches() -> Iterable[tuple[slice, np.ndarray, np.ndarray]]:
-        stretches = parts.stretches(gates * width + features)
-        # One buffer for all: fresh memory has to be cleared by the system, page by page.
-        buffer = np.empty(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width, work)
-        for part in reversed(stretches):
-            inputs = lanes_first(problem.x[:, part], work)
-            shape = (batch, part.stop - part.start, gates, width)
-            d_gates = buffer[: math.prod(shape)].reshape(shape)
-
-            def operands(steps: slice, previous: list[np.ndarray]) -> Operands:
-                local = slice(steps.start - part.start, steps.stop - part.start)  # noqa: B023
-                rows = [lanes_first(r, work) for r in (*previous, *(c[:, steps] for c in given))]
-                stored = [d_gates[:, local, g] for g in range(gates)]  # noqa: B023
-                return Operands(future, rows, params, (), stored, sums, inputs[:, local])  # noqa: B023
-
-            # The state before the very first step is not among the states.
-            first = max(part.start, 1)
-            runs = [operands(slice(first, part.stop), [s[:, first - 1 : part.stop - 1] for s in slots])]
-            if not part.start:
-                runs.append(operands(slice(0, 1), [s[:, None] for s in parts.start()]))
-            loop = programs_of(cell).back_propagate
-            run_loop(loop, runs, projection=parts.projection, reverse=True, add_stored=True, exact=exact)
-            yield part, inputs, d_gates
-
-    return gradients_from(problem, parts, stretches(), sums, future)
-
-
-def gradients_from(
-    problem: Problem,
-    parts: Parts,
-    stretches: Iterable[tuple[slice, np.ndarray, np.ndarray]],
-    sums: list[np.ndarray],
-    future: list[np.ndarray],
-) -> Gradients:
-    """What the cotangents of the gates (B, steps, G, D) of each stretch, with its inputs, make of the gradients.
-
-    Args:
-        sums: params' and bias' cotangents by entry, (B·C, D) each. future: the first state's by slot.
-        Both are read when the stretches are done.
-    """
-    cell, (batch, _, features, width) = problem.cell, problem.shape
-    d_x, d_weight = np.empty(problem.x.shape, parts.work), np.zeros((len(cell.gates) * width, features), parts.work)
-    for part, inputs, d_gates in stretches:
-        flat = d_gates.reshape(batch, part.stop - part.start, len(cell.gates) * width)
+    sums = [np.zeros((batch, width), work) for _ in range(len(parts.params) + gates)]
+    d_x, d_weight = np.empty(problem.x.shape, work), np.zeros((gates * width, features), work)
+    stretches = parts.stretches(gates * width + features)
+    # One buffer for all: fresh memory has to be cleared by the system, page by page.
+    buffer = np.empty(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width, work)
+    for part in reversed(stretches):
+        inputs = lanes_first(problem.x[:, part], work)
+        shape = (batch, part.stop - part.start, gates, width)
+        d_gates = buffer[: math.prod(shape)].reshape(shape)
+        # The state before the very first step is not among the states.
+        first = max(part.start, 1)
+        pieces = [(slice(first, part.stop), [s[:, first - 1 : part.stop - 1] for s in slots])]
+        if not part.start:
+            pieces.append((slice(0, 1), [s[:, None] for s in parts.start()]))
+        runs = []
+        for steps, previous in pieces:
+            local = slice(steps.start - part.start, steps.stop - part.start)
+            rows = [lanes_first(r, work) for r in (*previous, *(c[:, steps] for c in given))]
+            stored = [d_gates[:, local, g] for g in range(gates)]
+            runs.append(Operands(future, rows, parts.params, (), stored, sums, inputs[:, local]))
+        run_loop(loop, runs, projection=parts.projection, reverse=True, add_stored=True, exact=exact)
+        flat = d_gates.reshape(batch, part.stop - part.start, gates * width)
         multiply(flat, parts.weight, d_x[:, part])
         add_products(flat.transpose(0, 2, 1), inputs, d_weight)
     totals = [s.sum(axis=0) for s in sums]
     count = len(parts.params)
     grads = collect_gradients(problem, totals[:count], d_weight, np.concatenate(totals[count:]))
-    h0 = future[0] if len(future) == 1 else np.stack(future, axis=1)
+    h0 = future[0] if size == 1 else np.stack(future, axis=1)
     return Gradients(d_x.astype(problem.dtype, copy=False), grads, h0.astype(problem.dtype, copy=False))

@@ -46,7 +46,7 @@ class TritonBackend(Backend):
             if major < 8:
                 return f"bfloat16 needs compute capability 8.0, this card has {major}.{minor}; use float16 or float32"
         config = problem.config
-        if config.max_iters is not None or config.newton_iters_by_t is not None:
+        if config.pinned(problem.shape[1]) is not None:
             return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
         if problem.guess is not None or config.exact or config.coords == "log" or config.jac_structure is not None:
             return "guess, exact, coords='log' and jac_structure are options of the array solver"

@@ -77,7 +77,8 @@ def common_namespace(what: str, **arrays: Array | None) -> Namespace:
 
 def dtype_name(dtype: Any) -> str:
     """'float32', 'bfloat16', … for a dtype of any library."""
-    return _dtype_name(type(dtype), dtype)
+    kind: Any = type(dtype)
+    return _dtype_name(kind, dtype)
 
 
 @lru_cache(maxsize=64)

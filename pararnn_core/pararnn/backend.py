@@ -75,7 +75,7 @@ class Backend:
             "path": plan.path,
             "segment_len": plan.segment_len,
             "segments": plan.segments,
-            "passes": likely if config.max_iters is None else config.max_iters + 1,
+            "passes": likely if (k := config.pinned(problem.shape[1])) is None else k + 1,
             "reason": plan.reason,
         }
 
@@ -83,17 +83,7 @@ class Backend:
 def pinned_per_step(problem: Problem) -> int | None:
     """The iteration count if the published algorithm was ordered, one unknown per time step; else None."""
     config = problem.config
-    if config.segment_len not in (None, 1):
-        return None
-    if config.newton_iters_by_t is not None:
-        return iterations_from(config.newton_iters_by_t, problem.shape[1])
-    return config.max_iters
-
-
-def iterations_from(table, time: int) -> int:
-    """The entry of the largest key ≤ T (the smallest key below that)."""
-    below = [key for key in table if key <= time]
-    return int(table[max(below) if below else min(table)])
+    return config.pinned(problem.shape[1]) if config.segment_len in (None, 1) else None
 
 
 def refuse_fused(name: str, problem: Problem) -> str | None:

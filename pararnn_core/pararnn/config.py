@@ -158,6 +158,16 @@ class NewtonConfig:
         values = (getattr(self, f.name) for f in dataclasses.fields(self))
         return hash(tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values))
 
+    def pinned(self, time: int) -> int | None:
+        """The iteration count that was ordered for length `time`; None where the solver decides.
+
+        >>> NewtonConfig(newton_iters_by_t={1: 2, 1000: 4}).pinned(999)
+        2
+        """
+        if self.newton_iters_by_t is not None:
+            return iterations_from(self.newton_iters_by_t, time)
+        return self.max_iters
+
     def replace(self, **changes: Any) -> NewtonConfig:
         """A copy with some fields changed.
 
@@ -165,6 +175,16 @@ class NewtonConfig:
         64
         """
         return dataclasses.replace(self, **changes)
+
+
+def iterations_from(table: Mapping[int, int], time: int) -> int:
+    """The entry of the largest T not above `time`, or of the smallest T there is.
+
+    >>> iterations_from({64: 2, 1024: 3}, 500)
+    2
+    """
+    below = [key for key in table if key <= time]
+    return int(table[max(below) if below else min(table)])
 
 
 def compile_safe_config(*, scan_backend: str = "auto", max_iters: int = LIBRARY_NEWTON_ITERS) -> NewtonConfig:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pararnn.backend import iterations_from
-from pararnn.config import LIBRARY_NEWTON_ITERS
+from pararnn.config import LIBRARY_NEWTON_ITERS, iterations_from
 
 # Smallest K that agrees within 1e-4 (float32, worst of 3 seeds, L = 1), plus one; made by benchmarks/k_star.py.
 # A length that a table does not reach has no count that agrees (float32 itself is the limit there).

@@ -110,7 +110,7 @@ def run_newton(problem: Problem, stats: NewtonStats | None = None) -> Array:
     states, found = choose(problem).backend.newton(problem)
     if stats is not None:
         stats.fill(found)
-    if problem.config.max_iters is not None or problem.config.newton_iters_by_t is not None:
+    if problem.config.pinned(problem.shape[1]) is not None:
         _gate(problem, found)
     return states
 

@@ -94,7 +94,7 @@ def solve(problem: Problem, engine: ArrayEngine) -> tuple[Array, NewtonStats]:
     """States (B, T, …) and what was done."""
     plan = plan_for(problem, engine)
     states, stats, estimate = _solve_with(problem, engine, plan)
-    if problem.config.max_iters is None and not stats.converged and estimate is not None:
+    if problem.config.pinned(problem.shape[1]) is None and not stats.converged and estimate is not None:
         # An error accepted in one window outgrew the tolerance in a later one, or what would not settle has to be
         # finished in public coordinates, of which the solver's are only a rounding away at each step. The channels
         # concerned take the time loop's states, the others keep theirs bit for bit.
@@ -132,7 +132,7 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
         exact=config.exact,
         warmup=config.warmup,
         max_passes=config.max_passes or DEFAULT_MAX_PASSES,
-        corrections=config.max_iters,
+        corrections=config.pinned(problem.shape[1]),
         omega=float(config.omega),
     )
     public = cell is problem.cell
