@@ -7,7 +7,7 @@ whatever the width of their vectors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
@@ -96,21 +96,33 @@ def print_loop(loop: LoopProgram, form: Form, machine: Machine) -> str:
     projected. Carries and totals have one row for each entry; they are read at the start and written back at the end.
     """
     code = Code(machine, form.double)
-    lanes, width = code.argument(Header.LANES), ir.Constant(I64, form.width)
+    steps, by_row = code.argument(Header.STEPS), code.argument(Header.ROW_STEP)
+    past = code.b.add(steps, ir.Constant(I64, TILE - 1))
     with code.loop("groups", code.argument(Header.FIRST_GROUP), code.argument(Header.STOP_GROUP)) as group:
-        first, stop = code.argument(Header.FIRST_BLOCK), code.argument(Header.STOP_BLOCK)
-        whole = code.least(stop, code.b.sdiv(lanes, width))
-        if form.entries > 1:
-            _Block(code, loop, form, group.index, ir.Constant(I64, 0), lanes).emit()
-        if form.full:
-            with code.loop("blocks", first, whole) as block:
-                _Block(code, loop, form, group.index, block.index, None).emit()
-        if form.tail:
-            # The last block, if it belongs to this piece of the work.
-            with code.loop("tail", code.most(first, whole), stop) as block:
-                left = code.b.sub(lanes, code.b.mul(block.index, width))
-                _Block(code, loop, form, group.index, block.index, left).emit()
+        # All lanes for a stretch of time, then the next stretch: rows are read as they lie in memory.
+        with code.loop("tiles", ir.Constant(I64, 0), past, TILE) as tile:
+            first = code.b.add(code.argument(Header.FIRST_ROW), code.b.mul(tile.index, by_row))
+            count = code.least(ir.Constant(I64, TILE), code.b.sub(steps, tile.index))
+            for block in _blocks(code, loop, form, group.index):
+                block.emit(first, count)
     return code.finish()
+
+
+def _blocks(code: Code, loop: LoopProgram, form: Form, group: Any) -> Iterator[_Block]:
+    """A vector that several entries share, or the full blocks of one entry and the last one; each inside its loop."""
+    lanes, width = code.argument(Header.LANES), ir.Constant(I64, form.width)
+    first, stop = code.argument(Header.FIRST_BLOCK), code.argument(Header.STOP_BLOCK)
+    whole = code.least(stop, code.b.sdiv(lanes, width))
+    if form.entries > 1:
+        yield _Block(code, loop, form, group, ir.Constant(I64, 0), lanes)
+    if form.full:
+        with code.loop("blocks", first, whole) as block:
+            yield _Block(code, loop, form, group, block.index, None)
+    if form.tail:
+        # The last block, if it belongs to this piece of the work.
+        with code.loop("tail", code.most(first, whole), stop) as block:
+            left = code.b.sub(lanes, code.b.mul(block.index, width))
+            yield _Block(code, loop, form, group, block.index, left)
 
 
 class _Operand(NamedTuple):
@@ -177,39 +189,24 @@ class _Block:
         for part, base in zip(self.math.split(value, len(operand.bases)), operand.bases, strict=True):
             self.piece.store(part, b.add(base, offset), self.mask)
 
-    def emit(self) -> None:
-        code = self.code
+    def emit(self, first: Any, count: Any) -> None:
+        """`count` steps from row `first` on."""
+        code, form = self.code, self.form
         self.fixed = [self.load(operand) for operand in self.consts]
         values = [self.load(operand) for operand in (*self.carry, *self.totals)]
-        if self.form.gates:
-            values = self.tiles(values)
-        else:
-            first, count = code.argument(Header.FIRST_ROW), code.argument(Header.STEPS)
-            values = self.steps(first, count, values, lambda _: [])
+        if form.gates:
+            with code.loop("entries", ir.Constant(I64, 0), ir.Constant(I64, form.entries)) as entry:
+                self.project(first, count, entry.index)
+        values = self.steps(first, count, values)
         for value, operand in zip(values, [*self.carry, *self.totals], strict=True):
             self.store(value, operand)
 
-    def tiles(self, values: Sequence[Any]) -> list[Any]:
-        """The steps in tiles, each after the projections it needs."""
-        code, form, b = self.code, self.form, self.code.b
-        steps, by_row = code.argument(Header.STEPS), code.argument(Header.ROW_STEP)
-        by_step = ir.Constant(I64, form.gates * form.width * code.item)
-        past = b.add(steps, ir.Constant(I64, TILE - 1))
-        with code.loop("tiles", ir.Constant(I64, 0), past, TILE, values) as tile:
-            count = code.least(ir.Constant(I64, TILE), b.sub(steps, tile.index))
-            first = b.add(code.argument(Header.FIRST_ROW), b.mul(tile.index, by_row))
-            with code.loop("entries", ir.Constant(I64, 0), ir.Constant(I64, form.entries)) as entry:
-                self.project(first, count, entry.index, by_step)
+    @property
+    def by_step(self) -> Any:
+        """Bytes from one step to the next in the buffer of projections."""
+        return ir.Constant(I64, self.form.gates * self.form.width * self.code.item)
 
-            def projected(step: Any) -> list[Any]:
-                base = b.add(code.argument(Header.SCRATCH), b.mul(step, by_step))
-                vector = form.width * code.item
-                return [self.math.load(b.add(base, ir.Constant(I64, g * vector))) for g in range(form.gates)]
-
-            tile.carried = self.steps(first, count, tile.values, projected)
-        return tile.values
-
-    def project(self, first: Any, count: Any, within: Any, by_step: Any) -> None:
+    def project(self, first: Any, count: Any, within: Any) -> None:
         """The gates of one entry for `count` steps from row `first` on, into the buffer."""
         code, form, b = self.code, self.form, self.code.b
         features, by_row = code.argument(Header.FEATURES), code.argument(Header.ROW_STEP)
@@ -227,11 +224,19 @@ class _Block:
                 features,
             )
             place = b.add(self.times(gate.index, form.width * code.item), self.times(within, piece))
-            out = Place(b.add(code.argument(Header.SCRATCH), place), by_step)
+            out = Place(b.add(code.argument(Header.SCRATCH), place), self.by_step)
             emit_product_rows(code, self.piece, count, factors, out, partial(_same, start))
 
-    def steps(self, first: Any, count: Any, values: Sequence[Any], projected: Callable[[Any], list[Any]]) -> list[Any]:
-        """`count` steps from row `first` on; returns the carries and totals after them."""
+    def projected(self, step: Any) -> list[Any]:
+        """The gates of a step, from the buffer."""
+        b, vector = self.code.b, self.form.width * self.code.item
+        if not self.form.gates:
+            return []
+        base = b.add(self.code.argument(Header.SCRATCH), b.mul(step, self.by_step))
+        return [self.math.load(b.add(base, ir.Constant(I64, g * vector))) for g in range(self.form.gates)]
+
+    def steps(self, first: Any, count: Any, values: Sequence[Any]) -> list[Any]:
+        """The steps' loop; returns the carries and totals after it."""
         code, b, form = self.code, self.code.b, self.form
         by_row = code.argument(Header.ROW_STEP)
         with code.loop("steps", ir.Constant(I64, 0), count, carried=values) as step:
@@ -239,7 +244,7 @@ class _Block:
             if form.entries == 1:
                 self.prefetch(b.add(row, self.times(by_row, PREFETCH)))
             read = [self.load(operand, row) for operand in self.rows]
-            read[form.projected[0] : form.projected[0]] = projected(step.index)
+            read[form.projected[0] : form.projected[0]] = self.projected(step.index)
             new, stores, totals = self.step(step.values, read)
             for value, operand in zip([*new[: form.keep], *stores], [*self.kept, *self.stored], strict=True):
                 self.store(value, operand, row)

@@ -120,7 +120,8 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     """States, what was done, and the estimated error by channel (B·D,), None where all is the time loop's."""
     xp, config = problem.xp, problem.config
     # The time loop needs no better coordinates, and in the public ones it is the oracle bit for bit.
-    cell = problem.cell if plan.path == "sequential" else solve_cell_of(problem.cell, config)
+    as_is = plan.path == "sequential" or config.exact
+    cell = problem.cell if as_is else solve_cell_of(problem.cell, config)
     programs = programs_of(cell, diagonal=check_structure(problem.cell, config))
     sweeps = picard_sweeps(problem.cell, config)
     tol = tolerance(config, problem)
