@@ -231,7 +231,10 @@ def tune(bandwidth: float, shapes) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tune", action="store_true")
-    parser.add_argument("--shapes", type=int, nargs="*", default=range(len(SHAPES)))
+    parser.add_argument(
+        "--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which shapes; none: layers only"
+    )
+    parser.add_argument("--save", default="gpu_channelwise", help="name of the results file")
     options = parser.parse_args()
     began = clock.perf_counter()
     bandwidth = copy_bandwidth()
@@ -259,7 +262,7 @@ def main() -> None:
                 rows.append(row)
                 show(row)
     head["seconds"] = round(clock.perf_counter() - began, 1)
-    save("gpu_channelwise", head, rows)
+    save(options.save, head, rows)
     for (batch, time, width), kind in itertools.product(LAYERS, (ParaGRU, ParaLSTM, ParaSLSTM)):
         row = layer_row(kind, batch, time, width)
         rows.append(row)
@@ -269,7 +272,7 @@ def main() -> None:
             f"peak {row['peak_gb']:.2f} GB, host {row['host_us']:.0f}us",
             flush=True,
         )
-        save("gpu_channelwise", head, rows)
+        save(options.save, head, rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ kernel is the plain time loop. Nothing waits for the host.
 from __future__ import annotations
 
 from pararnn.programs import StepPrograms
-from pararnn_triton.print_triton import indent, running_loop, statements
+from pararnn_triton.print_triton import indent, rows_at_once, running_loop, statements
 
 # Rows loaded ahead of their use, in the time loop and in the loop over joints.
 GROUP, JOINT_GROUP, RERUN_GROUP = 4, 8, 4
@@ -187,8 +187,9 @@ def _compare(programs, joint) -> list[str]:
 def _rerun(programs, state_at, gate, advance) -> list[str]:
     """From `row` to `finish` or until the states are, bit for bit, those stored already (then `running` is 0)."""
     prev = programs.prev_names
+    count = rows_at_once(len(advance) + 4 * len(prev) + len(programs.gate_names), RERUN_GROUP)
     group = []
-    for u in range(RERUN_GROUP):
+    for u in range(count):
         group.append(f"ok{u} = mask & (row + {u} < finish)")
         group += [f"next{u}_{g} = {gate(k, f'(row + {u})', f'ok{u}')}" for k, g in enumerate(programs.gate_names)]
         group += [
@@ -196,19 +197,19 @@ def _rerun(programs, state_at, gate, advance) -> list[str]:
             ".to(tl.float32)"
             for k in range(len(prev))
         ]
-    for u in range(RERUN_GROUP):
+    for u in range(count):
         group += [f"{g} = next{u}_{g}" for g in programs.gate_names]
         group += [f"past_{k} = {p}" for k, p in enumerate(prev)]
         group += advance
         group += [f"{p} = tl.where(row + {u} < finish, {p}, past_{k})" for k, p in enumerate(prev)]
         group += [f"tl.store({state_at(k, f'(row + {u})')}, {p}, mask=ok{u})" for k, p in enumerate(prev)]
     # A state that has met the stored one follows it ever after, so the last row of the group decides.
-    last = RERUN_GROUP - 1
+    last = count - 1
     group.append("apart = tl.zeros([BD], tl.int32)")
     for k, p in enumerate(prev):
         equal = f"(({p} == old{last}_{k}) | (({p} != {p}) & (old{last}_{k} != old{last}_{k})))"
         group.append(f"apart = tl.where({equal} & ok{last}, apart, 1)")
-    group += [f"row += {RERUN_GROUP}", "if MERGE:", "    running = tl.max(tl.where(mask, apart, 0), axis=0)"]
+    group += [f"row += {count}", "if MERGE:", "    running = tl.max(tl.where(mask, apart, 0), axis=0)"]
     return ["while (row < finish) & (running != 0):", *indent(group)]
 
 

@@ -36,6 +36,10 @@ _FORMS = {
 }
 
 
+# Statements that one turn of a loop may hold: compile time grows faster than the text.
+STATEMENTS = 200
+
+
 def _number(value: float) -> str:
     text = repr(value)
     return f'float("{text}")' if "inf" in text or "nan" in text else text
@@ -99,6 +103,11 @@ def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] 
     return lines
 
 
+def rows_at_once(operations: int, most: int) -> int:
+    """How many rows of a loop to print side by side, at most `most`; fewer where a row is long."""
+    return max(1, min(most, STATEMENTS // max(1, operations)))
+
+
 def indent(lines: Sequence[str], depth: int = 1) -> list[str]:
     return ["    " * depth + line for line in lines]
 
@@ -115,9 +124,10 @@ def running_loop(
     """A loop over `count` rows from `first` on, forwards (step 1) or backwards (-1).
 
     `loads` are (variable, load expression in ROW and OK) pairs. They are issued a whole group of rows before the group
-    that uses them, so that the latency of memory hides behind the arithmetic of `group` steps. `body` gives the
-    statements for one row, whose number is in the named variable.
+    that uses them, so that the latency of memory hides behind the arithmetic of a group. `group` rows make a group,
+    fewer where rows are long. `body` gives the statements for one row, whose number is in the named variable.
     """
+    group = rows_at_once(len(body("row")) + 2 * len(loads), group)
 
     def issue(prefix: str, row: str, ok: str) -> list[str]:
         return [f"{prefix}{name} = {text.replace('ROW', row).replace('OK', ok)}" for name, text in loads]
