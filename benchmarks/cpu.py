@@ -128,7 +128,8 @@ def main() -> None:
     head = header(backend=options.backend)
     print(" | ".join(f"{k} {v}" for k, v in head.items()))
     print(
-        f"{'cell':6}{'B':>4}{'T':>8}{'D':>5}  {'path':18} {'loop ms':>9} {'ours ms':>9} {'':7} {'loop f+b':>9} {'ours f+b':>9}"
+        f"{'cell':6}{'B':>4}{'T':>8}{'D':>5}  {'path':18} {'loop ms':>9} {'ours ms':>9} {'':7} "
+        f"{'loop f+b':>9} {'ours f+b':>9}"
     )
     rows = []
     for kind in options.cells:

@@ -1,10 +1,10 @@
 """A soak: random problems of the solver study's regimes; what is called converged must be right.
 
-A result counts as right where it is within the public tolerance τ of the float64 time loop, by channel and slot, relative
-to what the slot reaches in that channel. Where the time loop of the same dtype is itself off by more
-than τ/2, a result may be off by twice as much as that loop. Where that loop is off by more than 100 τ (chaotic channels,
-latches that tip), float64 is no judge of the solver, and the loop of the same dtype takes its place. The inputs are the
-gates themselves (an identity for the input projection), so that both see the same bits.
+A result counts as right where it is within the public tolerance τ of the float64 time loop, by channel and slot,
+relative to what the slot reaches in that channel. Where the time loop of the same dtype is itself off by more than τ/2,
+a result may be off by twice as much as that loop. Where that loop is off by more than 100 τ (chaotic channels, latches
+that tip), float64 is no judge of the solver, and the loop of the same dtype takes its place. The inputs are the gates
+themselves (an identity for the input projection), so that both see the same bits.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ class Tally:
     def __str__(self) -> str:
         share = self.by_float64 / max(1, self.problems)
         return (
-            f"{self.problems} problems, worst error {self.worst:.3f} τ ({self.where}); {share:.0%} judged by float64, "
-            f"walked {np.mean(self.walked):.1%} on average"
+            f"{self.problems} problems, worst error {self.worst:.3f} of what is allowed ({self.where}); "
+            f"{share:.0%} judged by float64, walked {np.mean(self.walked):.1%} on average"
         )
 
 
@@ -154,7 +154,9 @@ def soak(kind, *, problems, batch, longest, seed):
         tally.walked.append(stats.walked)
         if not ratio.max() <= tally.worst:
             tally.worst, tally.where = float(ratio.max()), label
-        assert ratio.max() <= 1.0, f"called converged, and wrong by {ratio.max():.3g} τ: {label}\n{stats}"
+        assert ratio.max() <= 1.0, (
+            f"called converged, and wrong by {ratio.max():.3g} times what is allowed: {label}\n{stats}"
+        )
         if stats.exact:
             np.testing.assert_array_equal(got, loop, err_msg=f"called exact, and not the loop: {label}")
     return tally

@@ -20,6 +20,7 @@ from pararnn import (  # noqa: E402
     ParaLSTM,
     ParaSLSTM,
     ParaTanh,
+    explain,
     newton_apply,
     newton_vjp,
     sequential_apply,
@@ -224,6 +225,12 @@ def test_the_chosen_backend_solves_and_pulls_back_on_tensors_that_nobody_watches
     assert stats.scan_backend == "counting" and (counting.solves, counting.adjoints) == (1, 0)
     states.sum().backward()
     assert (counting.solves, counting.adjoints) == (1, 1)
+
+
+def test_explain_names_the_backend_that_will_run(counting):
+    cell, x, h0 = tensors(ParaGRU, 30)
+    assert explain(cell, x, h0=h0).backend == "counting"
+    assert explain(cell, x).refusals == explain(cell, x.detach()).refusals
 
 
 def test_P30_recompute_keeps_no_states_and_solves_again(counting):

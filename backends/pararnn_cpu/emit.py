@@ -92,7 +92,7 @@ class Code:
         return self.b.select(self.b.icmp_signed(">", x, y), x, y)
 
     @contextmanager
-    def loop(self, name: str, start: Any, stop: Any, step: int = 1, carried: Sequence[Any] = ()) -> Iterator[Turn]:
+    def loop(self, name: str, start: Any, stop: Any, step: Any = 1, carried: Sequence[Any] = ()) -> Iterator[Turn]:
         """for index in range(start, stop, step), where a turn that would run past `stop` is not taken."""
         b, before = self.b, self.b.block
         head, body, after = (self.function.append_basic_block(f"{name}_{part}") for part in ("head", "body", "after"))
@@ -105,7 +105,7 @@ class Code:
             phi = b.phi(value.type)
             phi.add_incoming(value, before)
             values.append(phi)
-        following = b.add(index, ir.Constant(I64, step))
+        following = b.add(index, ir.Constant(I64, step) if isinstance(step, int) else step)
         b.cbranch(b.icmp_signed("<=", following, stop), body, after)
         b.position_at_end(body)
         turn = Turn(index, values)

@@ -22,10 +22,9 @@ from pararnn_cpu.vector_math import operations
 
 # Fields of an operand: address, and strides of batch and time in bytes.
 FIELDS = 3
-# Steps whose projections are made at once: few enough to stay in the first cache, a multiple of the rows that the
-# matrix product works on at a time.
-TILE = 48
-# Rows ahead that are fetched into cache: the processor does not guess the way through narrow columns of large arrays.
+# The most steps that are run for all lanes before the next ones, so that their projections stay in the first cache; a
+# multiple of the rows that the matrix product works on at a time.
+TILE = 24
 PREFETCH = 16
 
 
@@ -52,7 +51,10 @@ class Header(IntEnum):
     BIAS = 13
     FEATURES = 14
     BY_FEATURE = 15
-    SIZE = 16
+    # Rows of a tile, and rows ahead to prefetch.
+    TILE = 16
+    PREFETCH = 17
+    SIZE = 18
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,13 @@ def print_loop(loop: LoopProgram, form: Form, machine: Machine) -> str:
     """
     code = Code(machine, form.double)
     steps, by_row = code.argument(Header.STEPS), code.argument(Header.ROW_STEP)
-    past = code.b.add(steps, ir.Constant(I64, TILE - 1))
+    rows = code.argument(Header.TILE)
+    past = code.b.add(steps, code.b.sub(rows, ir.Constant(I64, 1)))
     with code.loop("groups", code.argument(Header.FIRST_GROUP), code.argument(Header.STOP_GROUP)) as group:
         # All lanes for a stretch of time, then the next stretch: rows are read as they lie in memory.
-        with code.loop("tiles", ir.Constant(I64, 0), past, TILE) as tile:
+        with code.loop("tiles", ir.Constant(I64, 0), past, rows) as tile:
             first = code.b.add(code.argument(Header.FIRST_ROW), code.b.mul(tile.index, by_row))
-            count = code.least(ir.Constant(I64, TILE), code.b.sub(steps, tile.index))
+            count = code.least(rows, code.b.sub(steps, tile.index))
             for block in _blocks(code, loop, form, group.index):
                 block.emit(first, count)
     return code.finish()
@@ -242,7 +245,7 @@ class _Block:
         with code.loop("steps", ir.Constant(I64, 0), count, carried=values) as step:
             row = b.add(first, b.mul(step.index, by_row))
             if form.entries == 1:
-                self.prefetch(b.add(row, self.times(by_row, PREFETCH)))
+                self.prefetch(b.add(row, b.mul(by_row, code.argument(Header.PREFETCH))))
             read = [self.load(operand, row) for operand in self.rows]
             read[form.projected[0] : form.projected[0]] = self.projected(step.index)
             new, stores, totals = self.step(step.values, read)

@@ -22,7 +22,11 @@ class Backend:
     """Runs problems with array-API calls, on the arrays' own library and device.
 
     A subclass sets ``name`` and ``priority`` (``auto`` asks the highest first) and overrides what it is good at:
-    usually only :meth:`engine`, which the solver and the adjoint are written in terms of.
+    usually only :meth:`engine`, which the solver and the adjoint are written in terms of. See
+    ``docs/add-a-backend.md``.
+
+    >>> Backend().name, Backend().probe() is None
+    ('array', True)
     """
 
     name = "array"

@@ -19,11 +19,17 @@ from pararnn.programs import LoopProgram
 
 @dataclass(frozen=True)
 class Costs:
-    """Microseconds per operation and nanoseconds per element, for choosing a path; measured by benchmarks/cpu.py."""
+    """Microseconds per operation and nanoseconds per element, for choosing a path; measured by benchmarks/cpu.py.
+
+    Where the loop itself is fast, what segments need besides counts: `layout_ns` for each number of gates and states
+    that is brought into a window's layout and back, and `window_us` for each window.
+    """
 
     overhead_us: float
     simple_ns: float
     heavy_ns: float
+    layout_ns: float = 0.0
+    window_us: float = 0.0
 
 
 # Operations that cost several times an addition.

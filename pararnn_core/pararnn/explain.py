@@ -7,13 +7,22 @@ from typing import Any
 
 from pararnn.arrays import Array, dtype_name
 from pararnn.config import NewtonConfig
+from pararnn.front import front_of
 from pararnn.problem import make_problem
 from pararnn.registry import choose
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one problem; printing it gives the text."""
+    """The choice for one problem; printing it gives the text.
+
+    Attributes:
+        backend, path, segment_len, segments, reason: what would run and why; as in NewtonStats.
+        passes: passes that are usually enough.
+        result_bytes: of the states that come back.
+        working_bytes: of gate inputs and states of one window, while solving.
+        refusals: by name of each backend that was asked before, the sentence in which it declined.
+    """
 
     backend: str
     path: str
@@ -54,6 +63,10 @@ def explain(cell: Any, x: Array, config: NewtonConfig | None = None, *, h0: Arra
     'sequential'
     """
     problem = make_problem("explain", cell, x, h0, config)
+    front = front_of(x)
+    if front is not None:
+        # As in the solve itself, which no autograd watches.
+        problem = front.untracked(problem)
     choice = choose(problem)
     plan: dict[str, Any] = dict(choice.backend.describe(problem))
     batch, time, _, width = problem.shape

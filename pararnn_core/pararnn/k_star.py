@@ -23,6 +23,11 @@ K_STAR: dict[str, dict[int, int]] = {
 def auto_newton_iters(cell: Any, time: int) -> int:
     """The measured iteration count for `cell` at length `time`, one spare included.
 
+    Cells without a table get 3, the count of the published kernels.
+
+    Raises:
+        ValueError: `time` is negative.
+
     >>> from pararnn import ParaGRU
     >>> auto_newton_iters(ParaGRU(2, 3), 1024) >= 1
     True

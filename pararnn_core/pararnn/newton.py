@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from pararnn.adjoint import Gradients
-from pararnn.arrays import Array, cast
+from pararnn.arrays import FLOATS, Array, cast, common_namespace, dtype_name
 from pararnn.config import NewtonConfig
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
 from pararnn.front import front_of
@@ -192,12 +192,17 @@ def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | No
     xp = problem.xp
     if cotangent is None and last is None:
         raise TypeError("pullback: give the states' cotangent, or last= for the final state's, or both")
+    common_namespace("pullback", x=problem.x, cotangent=cotangent, last=last)
     for label, array, wanted in (
         ("cotangent", cotangent, problem.state_shape),
         ("last", last, (problem.shape[0], *problem.cell.state_shape)),
     ):
-        if array is not None and tuple(array.shape) != wanted:
+        if array is None:
+            continue
+        if tuple(array.shape) != wanted:
             raise ValueError(f"pullback: {label} must have shape {wanted}, got {tuple(array.shape)}")
+        if dtype_name(array.dtype) not in FLOATS:
+            raise TypeError(f"pullback: {label} must be floating, got {dtype_name(array.dtype)}")
     if last is None or problem.shape[1] == 0:
         zeros = xp.zeros(problem.state_shape, dtype=problem.work_dtype, device=problem.device)
         return zeros if cotangent is None else cotangent

@@ -138,6 +138,8 @@ def _segments_us(
         # After a full warm-up most channels need the plain pass only; after a short one all need tangents, twice.
         extra = 0.5 if before >= DEFAULT_WARMUP else 2.0
         one = before * plain + length * (plain + extra * tangent) + (1.0 + extra) * count * per_joint
+    moved = len(programs.gates) + programs.size
+    one += length * wide * moved * 1e-3 * costs.layout_ns + costs.window_us
     windows = time / (length * count)
     leftover = (time % length) * step_us(programs.advance, lanes, costs)
     return windows * one + leftover

@@ -69,6 +69,10 @@ _registered: dict[str, Backend] = {}
 def register_backend(backend: Backend) -> None:
     """Adds a backend for this process, as an installed entry point would for every process.
 
+    Raises:
+        TypeError: what was given lacks a part of a Backend.
+        ValueError: its name is 'auto' or 'eager', which mean something else.
+
     >>> class Mine(Backend):
     ...     name, priority = "mine", -1
     >>> register_backend(Mine())
@@ -84,7 +88,13 @@ def register_backend(backend: Backend) -> None:
 
 
 def backends() -> dict[str, Backend | str]:
-    """All known backends by name, in the order in which ``auto`` asks them (highest priority, then name)."""
+    """All known backends by name, in the order in which ``auto`` asks them (highest priority, then name).
+
+    A backend whose import failed is there as the sentence that says so.
+
+    >>> [name for name in backends() if name in ("array", "numpy")]
+    ['numpy', 'array']
+    """
     known = {**_found(), **_registered}
     return dict(sorted(known.items(), key=lambda item: (-getattr(item[1], "priority", 0), item[0])))
 

@@ -23,6 +23,9 @@ _ATOL = {"float64": 1e-10, "float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 def default_agreement_atol(dtype: Any) -> float:
     """The documented agreement τ of a dtype: 1e-10 (float64), 1e-4 (float32), 1e-2 (half).
 
+    Raises:
+        TypeError: the dtype is not one of these.
+
     >>> import numpy as np
     >>> default_agreement_atol(np.float32)
     0.0001
@@ -106,6 +109,11 @@ def verify_agreement(
         atol, rtol: allowed error; atol defaults to default_agreement_atol(x.dtype).
         reference: 'same' compares with the loop in x's dtype, 'float64' with the loop in float64.
         raise_on_fail: AgreementError (with ``.report``) instead of a report that is not ok.
+
+    Raises:
+        TypeError, ValueError: as newton_apply; also for a module that is no cell and no ParaRNN, and for
+            reference='float64' where the library has no float64.
+        AgreementError: see raise_on_fail.
 
     >>> import numpy as np
     >>> from pararnn import ParaGRU
