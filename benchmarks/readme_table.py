@@ -169,8 +169,11 @@ def gpu_lines() -> list[str]:
             ),
             words=2,
         )  # fmt: skip
+        host = [row["host_us"] for row in kernels if row.get("host_us")]
+        notes = [f"Without a graph the host spends {min(host):.0f} to {max(host):.0f} µs on a call."] if host else []
         if "cudnn_ms" in others:
-            lines += ["", "(A dense GRU is another network, with a matrix product in every step: no like for like.)"]
+            notes.append("A dense GRU is another network, with a matrix product in every step: no like for like.")
+        lines += ["", " ".join(notes)]
         lines.append("")
     if saved := gpu_rows("products_ms"):
         run, layers = saved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from importlib.util import find_spec
 
 from pararnn.adjoint import Gradients
@@ -36,10 +37,7 @@ class CpuBackend(Backend):
         self.priority = -10 if exact else 20
 
     def probe(self) -> str | None:
-        # Found, not imported: most problems that `auto` asks about end up elsewhere.
-        if find_spec("llvmlite") is None:
-            return "llvmlite is not installed; pip install 'pararnn[cpu]'"
-        return None
+        return _absent()
 
     def accepts(self, problem: Problem) -> str | None:
         sentence = refuse_arrays(problem) or super().accepts(problem)
@@ -133,6 +131,16 @@ class CpuBackend(Backend):
             return None
         plan = plan_for(problem, self.engine(problem))
         return plan if plan.path == "sequential" else None
+
+
+@lru_cache(maxsize=1)
+def _absent() -> str | None:
+    """Found, not imported: most problems that `auto` asks about end up elsewhere."""
+    try:
+        found = find_spec("llvmlite")
+    except Exception as error:
+        return f"llvmlite cannot be looked up ({type(error).__name__}: {error}); pip install 'pararnn[cpu]'"
+    return None if found else "llvmlite is not installed; pip install 'pararnn[cpu]'"
 
 
 def _free(problem: Problem) -> bool:

@@ -204,8 +204,9 @@ def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | No
         if dtype_name(array.dtype) not in FLOATS:
             raise TypeError(f"pullback: {label} must be floating, got {dtype_name(array.dtype)}")
     if last is None or problem.shape[1] == 0:
-        zeros = xp.zeros(problem.state_shape, dtype=problem.work_dtype, device=problem.device)
-        return zeros if cotangent is None else cotangent
+        if cotangent is not None:
+            return cotangent
+        return xp.zeros(problem.state_shape, dtype=problem.work_dtype, device=problem.device)
     tail = xp.expand_dims(cast(xp, last, problem.work_dtype), axis=1)
     if cotangent is None:
         front = xp.zeros(

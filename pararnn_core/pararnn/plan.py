@@ -109,7 +109,7 @@ def make_plan(
         reason = f"segments of {best.segment_len} are predicted {loop_us / best.predicted_us:.1f}x faster than the loop"
         return Plan("segments", best.segment_len, best.segments, reason, best.predicted_us)
     gain = f"{loop_us / best.predicted_us:.2f}x" if best.path == "segments" else "no gain"
-    reason = f"{lanes} channels already fill the machine: segments would bring {gain}"
+    reason = f"{time} steps of {lanes} channels run fastest as one loop: segments would bring {gain}"
     length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
     return Plan("sequential", length, 1, reason, loop_us)
 
