@@ -98,7 +98,8 @@ def forward_source(programs: StepPrograms) -> str:
         for n, (i, j) in zip(m_names, programs.m.where, strict=True)
     ]
     ready += [f"{g} = tl.abs({n})" for g, n in zip(g_names, m_names, strict=True)]
-    ready += [f"{z} = tl.abs({s})" for z, s in zip(z_names, prev, strict=True)]
+    # Sizes are those of the results: a start far outside what follows must not make errors look small.
+    ready += [f"{z} = tl.zeros([BD], tl.float32)" for z in z_names]
     run_tangent = ready + running_loop(
         gate_loads,
         lambda row: [*grow, *measure, *store_states(row)],
@@ -227,7 +228,7 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
     ]
     zero = "tl.zeros([BD], tl.float32)"
     start = [f"{letter}_{s} = {zero}" for letter in ("d", "n", "worst", "moved") for s in slots]
-    start += [f"scale_{s} = tl.full([BD], 1e-6, tl.float32)" for s in slots]
+    start += [f"scale_{s} = tl.full([BD], 1e-36, tl.float32)" for s in slots]
     start += ["exact = mask", "any_open = 0"]
     for k, (s, bound) in enumerate(zip(slots, programs.bounds, strict=True)):
         if bound is not None:

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from pararnn.arrays import Array, Namespace, cast, quiet
+from pararnn.arrays import Array, Namespace, cast, epsilon, quiet
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.engine import ArrayEngine
 from pararnn.graph import compile_array
@@ -23,6 +23,7 @@ from pararnn.picard import frozen_gate_states, published_sweeps
 from pararnn.problem import Problem
 from pararnn.programs import StepPrograms, programs_of
 from pararnn.scans import scan_block, scan_diag
+from pararnn.segments import DECODING
 from pararnn.solve import check_structure, picard_sweeps, solve_cell_of, tolerance
 from pararnn.stats import NewtonStats
 
@@ -192,9 +193,14 @@ class _Window:
         # The next correction is the first-order estimate of the error that is left, with what came in.
         left = self.correction(residual, jac, self.error)
         estimate = 0.0
-        for s, d in zip(states, left, strict=True):
+        for s, d, log in zip(states, left, self.programs.logarithmic, strict=True):
             size = xp.where(xp.abs(s) < float("inf"), xp.abs(s), xp.zeros_like(s))
-            estimate = _larger(estimate, float(xp.max(xp.abs(d))) / max(float(xp.max(size)), 1e-30))
+            scale = 1.0 if log else max(float(xp.max(size)), 1e-30)
+            estimate = _larger(estimate, float(xp.max(xp.abs(d))) / scale)
+        if self.cell is not self.problem.cell:
+            # In other coordinates an error may be larger where the public slot is small, and rounds at every step.
+            steps = math.sqrt(states[0].shape[1])
+            estimate = DECODING * (estimate + epsilon(states[0].dtype) * steps)
         self.states, self.end_error = states, [d[:, -1, :] for d in left]
         self.stats = NewtonStats(
             max_residual=largest,

@@ -89,11 +89,11 @@ def make_plan(
     if segment_len is not None:
         count = window_segments(segment_len, lanes, row_arrays, item, time)
         return Plan("segments", segment_len, count, f"segment_len={segment_len} was asked for", 0.0)
+    loop_us = time * step_us(programs.adjoint if backward else programs.advance, lanes, costs)
     if long_memory and not backward:
         length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
         reason = "its exponential gates remember too long for segments to settle within rounding"
-        return Plan("sequential", length, 1, reason, 0.0)
-    loop_us = time * step_us(programs.adjoint if backward else programs.advance, lanes, costs)
+        return Plan("sequential", length, 1, reason, loop_us)
     best = Plan("sequential", time, 1, "", loop_us)
     for wanted in SEGMENT_LENGTHS:
         if wanted * 3 > time:

@@ -7,11 +7,12 @@ tangents of the pass say how to move the starts and how large the error can be; 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from array_api_compat import device
 
-from pararnn.arrays import Array, Namespace, epsilon, same_bits
+from pararnn.arrays import Array, Namespace, dtype_name, epsilon, same_bits
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.engine import ArrayEngine
 from pararnn.layout import Window
@@ -24,8 +25,8 @@ PATIENCE = 3
 # How much larger an error may be in public slots than in the solver's, relative to scale: in c = u exp(l) the error of
 # u counts where exp(l) is large, even if u is small there. The soak test measures it.
 DECODING = 4.0
-# Scale below which a channel counts as zero when accuracy is relative.
-SMALLEST_SCALE = 1e-6
+# Scale below which a channel counts as zero when accuracy is relative: near the smallest normal number.
+SMALLEST_SCALE = {"float32": 1e-36, "float64": 1e-300}
 
 
 @dataclass(frozen=True)
@@ -228,12 +229,18 @@ class WindowSolver:
         largest: list[list[tuple[int, Array]]] = [[] for _ in starts]
         for (i, j), g in zip(programs.m.where, tangents.largest, strict=True):
             largest[i].append((j, xp.reshape(g, grid)))
-        # Rounding is relative to how large a slot is inside the segment where it happens.
+        # Rounding is relative to how large a slot is inside the segment where it happens. In coordinates that are not
+        # the loop's own every step rounds differently from the loop, and such steps add up like a random walk.
+        steps = int(tangents.states[0].shape[0]) - 1
+        unit = epsilon(starts[0].dtype) * (1.0 if self.public else math.sqrt(steps))
         sizes = [xp.reshape(_largest_finite(xp, s), grid) for s in tangents.states]
+        # The scale is that of the results: a start far outside what follows must not make errors look small.
+        results = [xp.reshape(_largest_finite(xp, s[1:, :]), grid) for s in tangents.states]
+        smallest = SMALLEST_SCALE[dtype_name(starts[0].dtype)]
         floors = []
         for row, own in zip(largest, sizes, strict=True):
             inside = sum((g * sizes[j] for j, g in row[1:]), row[0][1] * sizes[row[0][0]])
-            floors.append(epsilon(own.dtype) * xp.maximum(inside, own))
+            floors.append(unit * xp.maximum(inside, own))
         boxes = []
         for bound, s in zip(programs.bounds, starts, strict=True):
             if bound is not None:
@@ -241,8 +248,8 @@ class WindowSolver:
                 boxes += [xp.minimum(s[:m], xp.full_like(s[:m], bound[0]))]
                 boxes += [xp.maximum(s[:m], xp.full_like(s[:m], bound[1]))]
         scales = [
-            xp.ones_like(s[0, :]) if log else xp.maximum(xp.max(s, axis=0), xp.full_like(s[0, :], SMALLEST_SCALE))
-            for s, log in zip(sizes, programs.logarithmic, strict=True)
+            xp.ones_like(s[0, :]) if log else xp.maximum(xp.max(s, axis=0), xp.full_like(s[0, :], smallest))
+            for s, log in zip(results, programs.logarithmic, strict=True)
         ]
         none = xp.zeros_like(starts[0][:m])
         # After the last segment stands its own end, so that the last δ and ν are the end state's.

@@ -108,6 +108,10 @@ def _selected(slope: Expr, tangent: Expr) -> Expr:
         condition, yes, no = slope.args
         yes, no = mul(yes, tangent), mul(no, tangent)
         return yes if yes is no else slope.graph.apply("where", condition, yes, no)
+    if tangent.op == "where" and any(branch.is_number(0.0) for branch in tangent.args[1:]):
+        # Where nothing flows, an infinite slope has nothing to multiply.
+        condition, yes, no = tangent.args
+        return slope.graph.apply("where", condition, mul(slope, yes), mul(slope, no))
     return mul(slope, tangent)
 
 
