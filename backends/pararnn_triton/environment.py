@@ -16,7 +16,7 @@ def environment_sentence() -> str | None:
     try:
         import torch
     except Exception as error:
-        return f"torch does not import ({type(error).__name__}: {error}); pip install 'pararnn[torch]'"
+        return f"torch does not import ({type(error).__name__}: {error}); pip install 'pararnn[triton]'"
     try:
         import triton
     except Exception as error:

@@ -23,7 +23,6 @@ from pararnn.picard import frozen_gate_states, published_sweeps
 from pararnn.problem import Problem
 from pararnn.programs import StepPrograms, programs_of
 from pararnn.scans import scan_block, scan_diag
-from pararnn.segments import DECODING
 from pararnn.solve import check_structure, picard_sweeps, solve_cell_of, tolerance
 from pararnn.stats import NewtonStats
 
@@ -198,9 +197,8 @@ class _Window:
             scale = 1.0 if log else max(float(xp.max(size)), 1e-30)
             estimate = _larger(estimate, float(xp.max(xp.abs(d))) / scale)
         if self.cell is not self.problem.cell:
-            # In other coordinates an error may be larger where the public slot is small, and rounds at every step.
-            steps = math.sqrt(states[0].shape[1])
-            estimate = DECODING * (estimate + epsilon(states[0].dtype) * steps)
+            # In other coordinates every step rounds differently from the loop, and such steps add up.
+            estimate += epsilon(states[0].dtype) * math.sqrt(states[0].shape[1])
         self.states, self.end_error = states, [d[:, -1, :] for d in left]
         self.stats = NewtonStats(
             max_residual=largest,

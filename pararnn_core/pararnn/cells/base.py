@@ -153,6 +153,10 @@ class ChannelwiseCell:
         values.update(input_size=n_in, hidden_size=n_h, max_recurrent_norm=cap, arrays=arrays)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.options and "arrays" not in self.__dict__:
+            # A subclass's __init__ sets its options before it calls this one's.
+            self.__dict__[name] = value
+            return
         raise AttributeError(f"{type(self).__name__} is immutable; make a changed copy with replace({name}=…)")
 
     def initial_arrays(self, rng: np.random.Generator, n_in: int, n_h: int) -> dict[str, np.ndarray]:

@@ -47,7 +47,7 @@ class ParaSLSTM(ChannelwiseCell):
     ) -> None:
         if not (eps > 0.0 and math.isfinite(eps)):
             raise ValueError(f"ParaSLSTM: eps must be a positive number, got {eps!r}")
-        self.__dict__["eps"] = float(eps)
+        self.eps = float(eps)
         super().__init__(input_size, hidden_size, **keywords)
 
     def step(
