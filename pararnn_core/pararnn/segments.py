@@ -273,7 +273,8 @@ class WindowSolver:
             xp.concat([s[:m], xp.reshape(n[: count - 1, :], (-1,))]) for s, n in zip(starts, out.stored, strict=True)
         ]
         if not self.public:
-            estimate, unsettled = DECODING * estimate, DECODING * unsettled
+            # Rounding has its own allowance above; the factor is for what a further pass would remove.
+            estimate, unsettled = estimate + (DECODING - 1.0) * unsettled, DECODING * unsettled
         return _Correction(new, estimate, unsettled, [r[count, :] for r in reach])
 
     def _only_where_wrong(self, found: _Correction, error: list[Array]) -> _Correction:
