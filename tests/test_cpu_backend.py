@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -622,6 +623,40 @@ def test_two_processes_compile_at_once(tmp_path):
         _, said = process.communicate(timeout=300)
         assert process.returncode == 0, said
     assert len(list(tmp_path.iterdir())) == 1
+
+
+OTHER_PROCESSOR = """
+import llvmlite.binding as llvm, numpy as np
+import pararnn_cpu.compile as c
+from pararnn_cpu.emit import Machine
+host, other = c._target(), Machine(fma={fma}, vector_bytes={bytes}, registers=16)
+target = llvm.Target.from_default_triple().create_target_machine(cpu={cpu!r}, features="", opt=3, jit=True)
+c._target, c.machine = lambda: target, lambda: other
+from pararnn import *
+for kind in (ParaGRU, ParaLSTM, ParaSLSTM):
+    for batch, width, features in ((1, 1, 1), (3, 5, 2), (1, 37, 9), (2, 64, 33)):
+        cell = kind(features, width, seed=0)
+        x = np.random.default_rng(0).standard_normal((batch, 40, features)).astype(np.float32)
+        states, pullback = newton_vjp(cell, x, NewtonConfig(scan_backend="cpu"))
+        assert np.abs(states - sequential_apply(cell, x)).max() < 1e-5
+        wide, reference = newton_vjp(cell, x, NewtonConfig(scan_backend="array"))
+        mine, true = pullback(np.ones_like(states)), reference(np.ones_like(wide))
+        for a, b in ((mine.x, true.x), *((mine.params[n], true.params[n]) for n in true.params)):
+            assert np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the processors are x86-64 ones")
+@pytest.mark.parametrize("processor", [("x86-64", False, 16), ("haswell", True, 32)])
+def test_code_for_other_processors(processor, tmp_path):
+    """Code for narrower vectors, without fused multiply-add and masked loads, is right too."""
+    import llvmlite.binding as llvm
+
+    cpu, fma, vector_bytes = processor
+    if fma and not llvm.get_host_cpu_features().get("avx2"):
+        pytest.skip("this processor has no AVX2")
+    # A folder of its own: the cache goes by the processor, which here is a pretence.
+    in_subprocess(OTHER_PROCESSOR.format(cpu=cpu, fma=fma, bytes=vector_bytes), PARARNN_CACHE_DIR=str(tmp_path))
 
 
 # CPU tensors.

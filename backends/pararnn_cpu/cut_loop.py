@@ -14,7 +14,7 @@ import numpy as np
 from pararnn.problem import Problem
 from pararnn.programs import programs_of
 from pararnn_cpu.cut import Cut
-from pararnn_cpu.engine import Operands, run_loop
+from pararnn_cpu.engine import Operands, aligned, run_loop
 from pararnn_cpu.time_loop import Parts
 
 WARMUP = 64
@@ -26,7 +26,7 @@ def run_forward(problem: Problem, cut: Cut) -> tuple[np.ndarray, int]:
     batch, time, _, width = problem.shape
     length, segments = cut.length, cut.segments
     inputs = np.asarray(problem.x, dtype=parts.work)
-    states = np.empty(problem.state_shape, parts.work)
+    states = aligned(problem.state_shape, parts.work)
     slots = problem.slots_of(states)
 
     def run(carry: list[np.ndarray], first: int, steps: int, segments: int = 1) -> None:

@@ -58,9 +58,9 @@ def product_width(columns: int, dtype: Any) -> int:
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Zeros that begin at a cache line, so that no vector of theirs straddles two."""
+    """An empty array that begins at a cache line: no vector straddles two, and no two threads write into one."""
     size = math.prod(shape) * np.dtype(dtype).itemsize
-    raw = np.zeros(size + CACHE_LINE, np.uint8)
+    raw = np.empty(size + CACHE_LINE, np.uint8)
     begin = -raw.ctypes.data % CACHE_LINE
     return raw[begin : begin + size].view(dtype).reshape(shape)
 
@@ -69,6 +69,8 @@ def blocks_of(matrix: np.ndarray, width: int) -> np.ndarray:
     """(…, N, K) as (blocks, …, K, width), blocks of `width` of the N with zeros behind the last."""
     *front, count, depth = matrix.shape
     out = aligned((-(-count // width), *front, depth, width), matrix.dtype)
+    if count % width:
+        out[-1] = 0.0
     for k, block in enumerate(out):
         part = matrix[..., k * width : (k + 1) * width, :]
         block[..., : part.shape[-2]] = np.swapaxes(part, -1, -2)

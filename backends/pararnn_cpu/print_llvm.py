@@ -25,7 +25,7 @@ FIELDS = 3
 # The most steps that are run for all lanes before the next ones, so that their projections stay in the first cache; a
 # multiple of the rows that the matrix product works on at a time.
 TILE = 24
-PREFETCH = 16
+PREFETCH = 8
 
 
 class Header(IntEnum):

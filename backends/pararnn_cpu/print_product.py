@@ -11,9 +11,9 @@ from llvmlite import ir
 from pararnn_cpu.emit import I64, Code, Machine, Place
 from pararnn_cpu.vector_math import VectorMath
 
-# Terms after which partial sums go back to memory, so that the rows of the matrix are still in cache for the next rows
-# of the result.
-DEPTH = 256
+# Rows, or with sums in memory terms, that are done for all columns before the next ones, so that they stay in cache; a
+# multiple of the rows of a block.
+TILE = 240
 
 
 class Factors(NamedTuple):
@@ -100,42 +100,43 @@ def print_product(width: int, full: bool, tail: bool, double: bool, add: bool, m
     code = Code(machine, double)
     b, math, zero = code.b, code.vectors(width), ir.Constant(I64, 0)
     at = {name: code.argument(name) for name in ProductHeader}
-    depth, columns, size = at[ProductHeader.DEPTH], at[ProductHeader.COLUMNS], ir.Constant(I64, width)
+    rows, depth, columns = at[ProductHeader.ROWS], at[ProductHeader.DEPTH], at[ProductHeader.COLUMNS]
+    size = ir.Constant(I64, width)
     whole = b.sdiv(columns, size)
 
-    def columns_of(batch: Any, block: Any, part: Any, terms: Any, mask: Any | None) -> None:
+    def columns_of(batch: Any, block: Any, first: tuple[Any, Any], count: tuple[Any, Any], mask: Any | None) -> None:
+        """Rows and terms from `first` on, of one block of columns."""
+        row, term = first
         left = b.add(at[ProductHeader.LEFT], b.mul(batch, at[ProductHeader.LEFT_BATCH]))
+        left = b.add(left, b.mul(row, at[ProductHeader.LEFT_ROW]))
         right = b.add(at[ProductHeader.RIGHT], b.mul(batch, at[ProductHeader.RIGHT_BATCH]))
         right = b.add(right, b.mul(block, at[ProductHeader.RIGHT_BLOCK]))
-        factors = Factors(
-            Place(b.add(left, b.mul(part, at[ProductHeader.LEFT_DEPTH])), at[ProductHeader.LEFT_ROW]),
-            at[ProductHeader.LEFT_DEPTH],
-            Place(b.add(right, b.mul(part, at[ProductHeader.RIGHT_DEPTH])), at[ProductHeader.RIGHT_DEPTH]),
-            terms,
-        )
         out = b.add(at[ProductHeader.OUT], b.mul(batch, at[ProductHeader.OUT_BATCH]))
-        out = b.add(out, b.mul(block, ir.Constant(I64, width * code.item)))
+        out = b.add(
+            b.add(out, b.mul(row, at[ProductHeader.OUT_ROW])), b.mul(block, ir.Constant(I64, width * code.item))
+        )
+        factors = Factors(
+            Place(b.add(left, b.mul(term, at[ProductHeader.LEFT_DEPTH])), at[ProductHeader.LEFT_ROW]),
+            at[ProductHeader.LEFT_DEPTH],
+            Place(b.add(right, b.mul(term, at[ProductHeader.RIGHT_DEPTH])), at[ProductHeader.RIGHT_DEPTH]),
+            count[1],
+        )
 
         def begin(address: Any) -> Any:
             return math.load(address, mask) if add else math.const(0.0)
 
         place = Place(out, at[ProductHeader.OUT_ROW])
-        emit_product_rows(code, math, at[ProductHeader.ROWS], factors, place, begin, mask, mask if add else None)
-
-    def all_columns(batch: Any, part: Any, terms: Any) -> None:
-        if full:
-            with code.loop("blocks", zero, whole) as block:
-                columns_of(batch, block.index, part, terms, None)
-        if tail:
-            left_over = b.sub(columns, b.mul(whole, size))
-            columns_of(batch, whole, part, terms, math.first_lanes(left_over))
+        emit_product_rows(code, math, count[0], factors, place, begin, mask, mask if add else None)
 
     with code.loop("batch", at[ProductHeader.FIRST_BATCH], at[ProductHeader.STOP_BATCH]) as batch:
-        if add:
-            past = b.add(depth, ir.Constant(I64, DEPTH - 1))
-            with code.loop("parts", zero, past, DEPTH) as part:
-                terms = code.least(ir.Constant(I64, DEPTH), b.sub(depth, part.index))
-                all_columns(batch.index, part.index, terms)
-        else:
-            all_columns(batch.index, zero, depth)
+        extent = depth if add else rows
+        with code.loop("tiles", zero, b.add(extent, ir.Constant(I64, TILE - 1)), TILE) as tile:
+            part = code.least(ir.Constant(I64, TILE), b.sub(extent, tile.index))
+            first, count = ((zero, tile.index), (rows, part)) if add else ((tile.index, zero), (part, depth))
+            if full:
+                with code.loop("blocks", zero, whole) as block:
+                    columns_of(batch.index, block.index, first, count, None)
+            if tail:
+                left_over = b.sub(columns, b.mul(whole, size))
+                columns_of(batch.index, whole, first, count, math.first_lanes(left_over))
     return code.finish()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -10,12 +11,31 @@ from pararnn.adjoint import Gradients, collect_gradients
 from pararnn.arrays import dtype_name
 from pararnn.problem import Problem
 from pararnn.programs import programs_of
-from pararnn_cpu.engine import Operands, Projection, lanes_first, run_loop
+from pararnn_cpu.engine import Operands, Projection, aligned, lanes_first, run_loop
 from pararnn_cpu.product import add_products, multiply
 
 # Bytes of the arrays that live for one stretch of time only, converted inputs and cotangents of the gates: they stay in
 # cache until the products that read them.
-STRETCH_BYTES = 2 * 2**20
+STRETCH_BYTES = 8 * 2**20
+
+
+# Buffers kept for the next gradient, because the system clears fresh memory page by page: at most two, of one stretch
+# each. Appending and popping are atomic, so threads may share them.
+_spare: list[np.ndarray] = []
+
+
+def _borrow(size: int) -> np.ndarray:
+    """`size` bytes of memory, if possible of an earlier gradient's."""
+    with contextlib.suppress(IndexError):
+        buffer = _spare.pop()
+        if size <= buffer.nbytes:
+            return buffer
+    return aligned((size,), np.uint8)
+
+
+def _give_back(buffer: np.ndarray) -> None:
+    if buffer.nbytes <= STRETCH_BYTES and len(_spare) < 2:
+        _spare.append(buffer)
 
 
 class Parts:
@@ -45,7 +65,7 @@ class Parts:
 def run_forward(problem: Problem, exact: bool) -> np.ndarray:
     """States (B, T, …) in the dtype of the input."""
     parts = Parts(problem, 0)
-    states = np.empty(problem.state_shape, parts.work)
+    states = aligned(problem.state_shape, parts.work)
     carry = parts.start()
     whole = problem.x.dtype == parts.work
     for part in [slice(0, problem.shape[1])] if whole else parts.stretches(problem.shape[2]):
@@ -66,14 +86,13 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     slots, given = (problem.slots_of(np.asarray(a, dtype=work)) for a in (states, cotangent))
     future = [np.zeros((batch, width), work) for _ in range(size)]
     sums = [np.zeros((batch, width), work) for _ in range(len(parts.params) + gates)]
-    d_x, d_weight = np.empty(problem.x.shape, work), np.zeros((gates * width, features), work)
+    d_x, d_weight = aligned(problem.x.shape, work), np.zeros((gates * width, features), work)
     stretches = parts.stretches(gates * width + features)
-    # One buffer for all: fresh memory has to be cleared by the system, page by page.
-    buffer = np.empty(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width, work)
+    buffer = _borrow(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width * work.itemsize)
     for part in reversed(stretches):
         inputs = lanes_first(problem.x[:, part], work)
         shape = (batch, part.stop - part.start, gates, width)
-        d_gates = buffer[: math.prod(shape)].reshape(shape)
+        d_gates = buffer[: math.prod(shape) * work.itemsize].view(work).reshape(shape)
         # The state before the very first step is not among the states.
         first = max(part.start, 1)
         pieces = [(slice(first, part.stop), [s[:, first - 1 : part.stop - 1] for s in slots])]
@@ -89,6 +108,7 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
         flat = d_gates.reshape(batch, part.stop - part.start, gates * width)
         multiply(flat, parts.weight, d_x[:, part])
         add_products(flat.transpose(0, 2, 1), inputs, d_weight)
+    _give_back(buffer)
     totals = [s.sum(axis=0) for s in sums]
     count = len(parts.params)
     grads = collect_gradients(problem, totals[:count], d_weight, np.concatenate(totals[count:]))
