@@ -39,8 +39,9 @@ def check_structure(cell: ChannelwiseCell, config: NewtonConfig) -> bool:
         return False
     if wanted == "diag":
         return True
+    others = "" if own == "diag" else " or 'diag'"
     raise ValueError(
-        f"jac_structure={wanted!r}: {type(cell).__name__} has a '{own}' Jacobian; use None, '{own}' or 'diag'"
+        f"jac_structure={wanted!r}: {type(cell).__name__} has a '{own}' Jacobian; use None, '{own}'{others}"
     )
 
 

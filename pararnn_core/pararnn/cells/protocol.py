@@ -50,7 +50,10 @@ def check_cell(cell: Any) -> None:
     if len(set(cell.operand_names)) != len(cell.operand_names):
         raise TypeError(f"check_cell: slots, gates and params share a name in {cell.operand_names}")
     if cell.hidden not in cell.slots:
-        raise TypeError(f"check_cell: hidden={cell.hidden!r} is not one of the slots {cell.slots}")
+        raise TypeError(
+            f"check_cell: hidden={cell.hidden!r} is not one of the slots {cell.slots}; set hidden to the slot that a "
+            "layer passes on"
+        )
     programs = StepPrograms(cell)
     traced = compile_array(Program([*programs.prev_names, *programs.gate_names, *programs.param_names], programs.new))
     # The step is the same line in every library, so NumPy stands for all of them.

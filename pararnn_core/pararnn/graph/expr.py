@@ -103,6 +103,22 @@ def _reflected(op: str) -> Callable[[Expr, Any], Expr]:
     return method
 
 
+# What NumPy calls the operators of its own scalars.
+_NUMPY_OPERATORS = {
+    "add": "add",
+    "subtract": "sub",
+    "multiply": "mul",
+    "divide": "div",
+    "power": "pow",
+    "less": "less",
+    "less_equal": "less_equal",
+    "greater": "greater",
+    "greater_equal": "greater_equal",
+    "equal": "equal",
+}
+# Functions whose name in the standard is another.
+_NUMPY_NAMES = {"absolute": "abs"}
+
 _ELEMENTWISE = "a channelwise step may use elementwise operations only"
 
 
@@ -117,8 +133,6 @@ class Expr:
     """One node: an operation, its operands, and for symbols and constants the name or number."""
 
     __slots__ = ("args", "graph", "op", "value")
-    # NumPy must not treat a symbol as an object scalar and swallow the operation.
-    __array_ufunc__ = None
 
     def __init__(self, graph: Graph, op: str, args: tuple[Expr, ...], value: Any) -> None:
         self.graph = graph
@@ -142,6 +156,16 @@ class Expr:
     # A comparison like the others: `==` between symbols is a condition, never a Python truth value.
     __eq__ = _binary("equal")  # type: ignore[assignment]
     __hash__ = object.__hash__
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **keywords: Any) -> Any:
+        """A NumPy number with a symbol is arithmetic like any other; NumPy's functions are not the step's."""
+        op = _NUMPY_OPERATORS.get(ufunc.__name__)
+        if op is None or method != "__call__" or keywords:
+            name = _NUMPY_NAMES.get(ufunc.__name__, ufunc.__name__)
+            raise UntraceableError(
+                f"np.{ufunc.__name__} of a symbol cannot be traced; use xp.{name}, of the namespace that step is given"
+            )
+        return self.graph.apply(op, *(self.graph.lift(value, op) for value in operands))
 
     def __pow__(self, other: Any) -> Expr:
         if not isinstance(other, Expr) and other == 2:
