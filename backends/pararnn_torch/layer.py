@@ -11,11 +11,13 @@ from torch import nn
 
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
+from pararnn.drives import with_drives
 from pararnn.newton import newton_apply
 from pararnn.sequential import sequential_apply
 from pararnn.stats import NewtonStats
 from pararnn_torch.apply import is_tracked
 from pararnn_torch.compiled import SEQUENTIAL, compiled_solve, ticket_for
+from pararnn_torch.drives import joined_drives
 
 
 class InputProjection(nn.Module):
@@ -45,6 +47,9 @@ class CellLayer(nn.Module):
         # Class, sizes and options; the arrays are parameters.
         self.kind = cell._copy(cell.max_recurrent_norm, {})
         self.names = tuple(cell.arrays)
+        # What a solve sees once the drives are among the features.
+        self.driven_kind = self.kind._copy(cell.max_recurrent_norm, {})
+        self.driven_kind.__dict__["input_size"] = cell.d_in + len(cell.drives)
         made = {name: _parameter(a) for name, a in cell.arrays.items()}
         self.W_x = InputProjection(made.pop("W_x.weight"), made.pop("W_x.bias"))
         for name, parameter in made.items():
@@ -75,12 +80,13 @@ class CellLayer(nn.Module):
         return self.W_x.weight.dtype
 
     def forward(
-        self, x: torch.Tensor, h0: torch.Tensor | None = None, config: NewtonConfig | None = None
+        self, x: torch.Tensor, h0: torch.Tensor | None = None, config: NewtonConfig | None = None, **drives: Any
     ) -> torch.Tensor:
         """The states; in parallel with a configuration, as a time loop without one."""
         if torch.compiler.is_compiling():
-            return self._compiled(x, h0, config)
-        cell, stats = self.cell, NewtonStats()
+            return self._compiled(x, h0, config, drives)
+        cell, x = with_drives("ParaRNN", self.cell, x, drives)
+        stats = NewtonStats()
         if config is not None:
             states = newton_apply(cell, x, config, h0=h0, stats=stats)
         else:
@@ -88,9 +94,12 @@ class CellLayer(nn.Module):
         self.heard(stats)
         return states
 
-    def _compiled(self, x: torch.Tensor, h0: torch.Tensor | None, config: NewtonConfig | None) -> torch.Tensor:
+    def _compiled(
+        self, x: torch.Tensor, h0: torch.Tensor | None, config: NewtonConfig | None, drives: dict[str, Any]
+    ) -> torch.Tensor:
         wanted = SEQUENTIAL if config is None else config
-        return compiled_solve(self.kind, self.arrays(), x, wanted, h0=h0, ticket=self._ticket)
+        arrays, x = joined_drives(self.kind, self.arrays(), x, drives)
+        return compiled_solve(self.driven_kind, arrays, x, wanted, h0=h0, ticket=self._ticket)
 
     def heard(self, stats: NewtonStats) -> None:
         """Keeps what a solve reports."""

@@ -46,7 +46,8 @@ class ParaRNN(nn.Module):
         device, dtype: where the parameters live; as in the cell if None.
 
     Shapes:
-        x (B, T, I); output (B, T, D).
+        x (B, T, I); output (B, T, D). Per-step inputs of cells that have them are given by name, as ``dt`` (B, T) of
+        ParaCfC, and reach every layer whose cell has them; time comes first in them where it does in x.
 
         'paper': h0 is a state of the layer, (B, D) or (B, S, D) with the slots in the cell's order; with several
         layers a list of states, one for each layer, where None stands for zeros. The returned hidden state is the
@@ -127,7 +128,7 @@ class ParaRNN(nn.Module):
         found = [layer.last_stats for layer in self._stack() if layer.last_stats is not None]
         return found[0] if len(found) == 1 else _worst(found) if found else None
 
-    def forward(self, x: torch.Tensor, h0: Any = None, cu_seqlens: torch.Tensor | None = None) -> Any:
+    def forward(self, x: torch.Tensor, h0: Any = None, cu_seqlens: torch.Tensor | None = None, **drives: Any) -> Any:
         """The output (B, T, D), or the output and the hidden state."""
         if cu_seqlens is not None:
             raise NotImplementedError(
@@ -135,13 +136,15 @@ class ParaRNN(nn.Module):
             )
         x = self._input(x)
         starts = self._starts(h0)
+        drives = self._drives(drives)
         parallel = self.solver == "newton" or (self.solver == "auto" and self.training)
         if parallel and self.config.verify_first_step:
-            self._check_first(x, starts)
+            self._check_first(x, starts, drives)
         config = replace(self.config, verify_first_step=False) if parallel else None
         ends, y = [], x
         for k, (layer, start) in enumerate(zip(self._stack(), starts, strict=True)):
-            states = layer(y, start, config)
+            own = {name: value for name, value in drives.items() if name in layer.kind.drives}
+            states = layer(y, start, config, **own)
             ends.append(self._end(layer.kind, states, start))
             y = _hidden(layer.kind, states)
             if self.dropout and self.training and k + 1 < self.num_layers:
@@ -169,6 +172,16 @@ class ParaRNN(nn.Module):
                 raise TypeError(f"ParaRNN: x is {x.dtype} but the module is {first.dtype}; use module.to(x.dtype)")
             x = x.to(first.dtype)
         return x if self.batch_first else x.transpose(0, 1)
+
+    def _drives(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Per-step inputs, each for all layers that take it, batch first; refused if none does."""
+        for name in given:
+            if not any(name in layer.kind.drives for layer in self._stack()):
+                raise TypeError(f"ParaRNN: no layer takes a per-step input {name!r}")
+        if self.batch_first:
+            return given
+        timed = {name for name, value in given.items() if isinstance(value, torch.Tensor) and value.ndim == 2}
+        return {name: value.T if name in timed else value for name, value in given.items()}
 
     def _starts(self, h0: Any) -> list[torch.Tensor | None]:
         """A starting state in the cell's own layout for each layer."""
@@ -225,11 +238,11 @@ class ParaRNN(nn.Module):
         whole = torch.stack(ends)
         return tuple(whole[:, :, s] for s in _hidden_first(kind))
 
-    def _check_first(self, x: torch.Tensor, starts: list[torch.Tensor | None]) -> None:
+    def _check_first(self, x: torch.Tensor, starts: list[torch.Tensor | None], drives: dict[str, Any]) -> None:
         """Once, the whole stack both ways; AgreementError where they differ (P03)."""
         if self._agreement_checked or torch.compiler.is_compiling():
             return
-        report = self._verify(x, self.config, starts)
+        report = self._verify(x, self.config, starts, **drives)
         if not report.ok:
             raise AgreementError(f"ParaRNN, first parallel forward: {report}", report)
         self._agreement_checked = True

@@ -5,7 +5,24 @@ from typing import Any
 from pararnn import distributed
 from pararnn.adjoint import Gradients
 from pararnn.backend import Backend
-from pararnn.cells import ChannelwiseCell, ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh, RNNCell, check_cell
+from pararnn.cells import (
+    ChannelwiseCell,
+    ParaCfC,
+    ParaGRU,
+    ParaLEM,
+    ParaLRU,
+    ParaLSTM,
+    ParaMinGRU,
+    ParaMinLSTM,
+    ParaNLRU,
+    ParaS5,
+    ParaSLSTM,
+    ParaTanh,
+    ParaTitans,
+    ParaUnICORNN,
+    RNNCell,
+    check_cell,
+)
 from pararnn.config import NewtonConfig, compile_safe_config
 from pararnn.errors import (
     AgreementError,
@@ -36,10 +53,19 @@ __all__ = [
     "NewtonDivergenceError",
     "NewtonStats",
     "NotConvergedWarning",
+    "ParaCfC",
     "ParaGRU",
+    "ParaLEM",
+    "ParaLRU",
     "ParaLSTM",
+    "ParaMinGRU",
+    "ParaMinLSTM",
+    "ParaNLRU",
+    "ParaS5",
     "ParaSLSTM",
     "ParaTanh",
+    "ParaTitans",
+    "ParaUnICORNN",
     "RNNCell",
     "UntraceableError",
     "auto_newton_iters",

@@ -10,7 +10,7 @@ left, and swept once more with the right ν. Source: ParaRNN (arXiv 2510.21450),
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from array_api_compat import device
 
@@ -30,11 +30,13 @@ class Gradients:
         x: (B, T, I).
         params: by stored array name ('a_z', 'R', 'W_x.weight', 'W_x.bias', …), shaped like the arrays.
         h0: (B, D) or (B, S, D).
+        drives: by name, (B, T); empty for cells without.
     """
 
     x: Array
     params: dict[str, Array]
     h0: Array
+    drives: dict[str, Array] = field(default_factory=dict)
 
 
 def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: Array) -> Gradients:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pararnn.arrays import Array, dtype_name
 from pararnn.config import NewtonConfig
+from pararnn.drives import with_drives
 from pararnn.front import front_of
 from pararnn.problem import make_problem
 from pararnn.registry import choose
@@ -51,7 +52,9 @@ class Explanation:
     __repr__ = __str__
 
 
-def explain(cell: Any, x: Array, config: NewtonConfig | None = None, *, h0: Array | None = None) -> Explanation:
+def explain(
+    cell: Any, x: Array, config: NewtonConfig | None = None, *, h0: Array | None = None, **drives: Any
+) -> Explanation:
     """Which backend and path `newton_apply` would take for this problem, in a few sentences.
 
     Raises:
@@ -62,6 +65,7 @@ def explain(cell: Any, x: Array, config: NewtonConfig | None = None, *, h0: Arra
     >>> explain(ParaGRU(2, 3, seed=0), np.ones((1, 5, 2), dtype=np.float32)).path
     'sequential'
     """
+    cell, x = with_drives("explain", cell, x, drives)
     problem = make_problem("explain", cell, x, h0, config)
     front = front_of(x)
     if front is not None:

@@ -12,6 +12,7 @@ from typing import Any
 from pararnn.adjoint import Gradients
 from pararnn.arrays import FLOATS, Array, cast, common_namespace, dtype_name
 from pararnn.config import NewtonConfig
+from pararnn.drives import split_drives, with_drives
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
 from pararnn.front import front_of
 from pararnn.problem import Problem, make_problem
@@ -33,6 +34,7 @@ def newton_apply(
     h0: Array | None = None,
     guess: Array | None = None,
     stats: NewtonStats | None = None,
+    **drives: Any,
 ) -> Array:
     """The states of `cell` on `x`, computed in parallel over time and equal to the time loop's.
 
@@ -53,6 +55,7 @@ def newton_apply(
         h0: (B, D), or (B, S, D) for S slots; zeros if None.
         guess: (B, T, …) like the result: states to start from, for instance those of a similar input.
         stats: filled with what was done and how far to trust it.
+        drives: per-step inputs of cells that have them, as ``dt`` of ParaCfC: a number, (B,) or (B, T).
 
     Returns:
         (B, T, D) for one slot, (B, T, S, D) for S slots, in x's library, dtype and device.
@@ -72,6 +75,7 @@ def newton_apply(
     >>> bool(np.abs(h - sequential_apply(cell, x)).max() < 1e-5), stats.converged
     (True, True)
     """
+    cell, x = with_drives("newton_apply", cell, x, drives)
     front = front_of(x)
     if front is not None:
         return front.newton_apply(cell, x, config, h0=h0, guess=guess, stats=stats)
@@ -144,6 +148,7 @@ def newton_vjp(
     h0: Array | None = None,
     *,
     stats: NewtonStats | None = None,
+    **drives: Any,
 ) -> tuple[Array, Callable[..., Gradients]]:
     """The states of `cell` on `x`, and a function from their cotangent to gradients of x, parameters and h0.
 
@@ -153,7 +158,7 @@ def newton_vjp(
 
     For libraries without automatic differentiation. The pullback takes ``cotangent`` (B, T, …) for the states, or
     ``last`` (B, …) for the final state only, or both, and returns :class:`Gradients`. It may be called repeatedly.
-    ``config.recompute=True`` keeps no states for it and solves again.
+    ``config.recompute=True`` keeps no states for it and solves again. Drives are given as to newton_apply.
 
     Raises:
         As newton_apply; the pullback raises ValueError for a cotangent of another shape.
@@ -168,6 +173,8 @@ def newton_vjp(
     >>> grads.x.shape, sorted(grads.params)
     ((1, 6, 2), ['W_x.bias', 'W_x.weight', 'a_n', 'a_r', 'a_z'])
     """
+    given = cell
+    cell, x = with_drives("newton_vjp", cell, x, drives)
     problem = checked_problem("newton_vjp", cell, x, config, h0, stats=stats)
     front = front_of(x)
     if front is not None:
@@ -181,6 +188,7 @@ def newton_vjp(
         total = _whole_cotangent(problem, cotangent, last)
         solved = run_newton(problem) if kept is None else kept
         grads = choose(problem).backend.pull_back(replace(problem, guess=None), solved, total)
+        grads = grads if given is cell else split_drives(given, grads)
         # Without a step the final state is h0 itself.
         return grads if last is None or problem.shape[1] else replace(grads, h0=last)
 

@@ -78,20 +78,10 @@ def make_problem(
             f"{what}: cell must be a ChannelwiseCell (ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh or your own subclass), "
             f"got {type(cell).__name__}"
         )
-    if x is None:
-        raise TypeError(f"{what}: x must be an array (NumPy, torch, JAX, CuPy, …), got NoneType")
-    xp = common_namespace(what, x=x, h0=h0, guess=guess, **{"the cell's W_x.weight": cell.W_x.weight})
-    if x.ndim != 3:
-        raise ValueError(f"{what}: x must have 3 axes (B, T, I), got shape {tuple(x.shape)}; add a batch axis of 1")
-    name = dtype_name(x.dtype)
-    if name not in FLOATS:
-        raise TypeError(f"{what}: x must be floating ({', '.join(FLOATS)}), got {name}; cast or embed it first")
-    if x.dtype != cell.dtype:
-        raise TypeError(
-            f"{what}: x is {name} but the cell is {dtype_name(cell.dtype)}; use cell.to(dtype=x.dtype) or cast x"
-        )
-    if x.shape[2] != cell.d_in:
-        raise ValueError(f"{what}: the cell takes {cell.d_in} features, got x of shape {tuple(x.shape)}")
+    xp = check_input(what, cell, x, h0=h0, guess=guess)
+    if not cell.is_driven:
+        raise TypeError(f"{what}: {type(cell).__name__} needs its per-step input {', '.join(cell.drives)}")
+
     batch, time = int(x.shape[0]), int(x.shape[1])
     for label, array, wanted in (
         ("h0", h0, (batch, *cell.state_shape)),
@@ -106,3 +96,22 @@ def make_problem(
     if h0 is not None:
         cell.check_h0(xp, h0)
     return Problem(cell, x, h0, config, guess, xp)
+
+
+def check_input(what: str, cell: ChannelwiseCell, x: Array, **others: Array | None) -> Namespace:
+    """The namespace of a call's arrays; refuses an `x` that the cell cannot read."""
+    if x is None:
+        raise TypeError(f"{what}: x must be an array (NumPy, torch, JAX, CuPy, …), got NoneType")
+    xp = common_namespace(what, x=x, **others, **{"the cell's W_x.weight": cell.W_x.weight})
+    if x.ndim != 3:
+        raise ValueError(f"{what}: x must have 3 axes (B, T, I), got shape {tuple(x.shape)}; add a batch axis of 1")
+    name = dtype_name(x.dtype)
+    if name not in FLOATS:
+        raise TypeError(f"{what}: x must be floating ({', '.join(FLOATS)}), got {name}; cast or embed it first")
+    if x.dtype != cell.dtype:
+        raise TypeError(
+            f"{what}: x is {name} but the cell is {dtype_name(cell.dtype)}; use cell.to(dtype=x.dtype) or cast x"
+        )
+    if x.shape[2] != cell.d_in:
+        raise ValueError(f"{what}: the cell takes {cell.d_in} features, got x of shape {tuple(x.shape)}")
+    return xp

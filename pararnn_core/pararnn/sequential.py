@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pararnn.arrays import Array, cast, quiet
+from pararnn.drives import with_drives
 from pararnn.front import front_of
 from pararnn.problem import Problem, make_problem
 
@@ -12,7 +13,7 @@ from pararnn.problem import Problem, make_problem
 PROJECTED_STEPS = 4096
 
 
-def sequential_apply(cell: Any, x: Array, h0: Array | None = None) -> Array:
+def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **drives: Any) -> Array:
     """The states of `cell` on `x`, one step after the other.
 
     ::
@@ -25,6 +26,7 @@ def sequential_apply(cell: Any, x: Array, h0: Array | None = None) -> Array:
         cell: a ChannelwiseCell, its arrays of the same library and dtype as `x`.
         x: (B, T, I), floating. Half precision is computed in float32 and returned in half.
         h0: (B, D), or (B, S, D) for S slots; zeros if None. Cast to the dtype of the computation.
+        drives: per-step inputs of cells that have them, as to newton_apply.
 
     Returns:
         (B, T, D) for one slot, (B, T, S, D) for S slots, in x's library, dtype and device.
@@ -38,6 +40,7 @@ def sequential_apply(cell: Any, x: Array, h0: Array | None = None) -> Array:
     >>> sequential_apply(ParaGRU(2, 3, seed=0), np.zeros((1, 4, 2), dtype=np.float32)).shape
     (1, 4, 3)
     """
+    cell, x = with_drives("sequential_apply", cell, x, drives)
     front = front_of(x)
     if front is not None:
         return front.sequential_apply(cell, x, h0)

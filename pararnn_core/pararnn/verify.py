@@ -12,6 +12,7 @@ from array_api_compat import device
 
 from pararnn.arrays import Array, cast, dtype_name, has_float64, namespace_name, quiet, same_bits
 from pararnn.config import NewtonConfig
+from pararnn.drives import with_drives
 from pararnn.errors import AgreementError
 from pararnn.front import front_of
 from pararnn.problem import make_problem
@@ -94,6 +95,7 @@ def verify_agreement(
     rtol: float = 0.0,
     reference: str = "same",
     raise_on_fail: bool = False,
+    **drives: Any,
 ) -> AgreementReport:
     """Runs one batch in parallel and as a time loop, and reports how far they are apart.
 
@@ -109,6 +111,7 @@ def verify_agreement(
         atol, rtol: allowed error; atol defaults to default_agreement_atol(x.dtype).
         reference: 'same' compares with the loop in x's dtype, 'float64' with the loop in float64.
         raise_on_fail: AgreementError (with ``.report``) instead of a report that is not ok.
+        drives: per-step inputs of cells that have them, as for newton_apply.
 
     Raises:
         TypeError, ValueError: as newton_apply; also for a module that is no cell and no ParaRNN, and for
@@ -122,9 +125,9 @@ def verify_agreement(
     """
     own = getattr(getattr(module, "rnn", module), "verify_agreement", None)
     if own is not None and not isinstance(module, type):
-        report = own(x, config=config, h0=h0, atol=atol, rtol=rtol, reference=reference)
+        report = own(x, config=config, h0=h0, atol=atol, rtol=rtol, reference=reference, **drives)
     elif hasattr(module, "slots"):
-        report = verify_layers([module], x, config, [h0], atol=atol, rtol=rtol, reference=reference)
+        report = verify_layers([module], x, config, [h0], atol=atol, rtol=rtol, reference=reference, **drives)
     else:
         raise TypeError(f"verify_agreement: wanted a ChannelwiseCell or a ParaRNN, got {type(module).__name__}")
     if raise_on_fail and not report.ok:
@@ -141,6 +144,7 @@ def verify_layers(
     atol: float | None = None,
     rtol: float = 0.0,
     reference: str = "same",
+    **drives: Any,
 ) -> AgreementReport:
     """The report for cells of which each reads the hidden slot of the one before, once in parallel, once as loops."""
     from pararnn.newton import newton_apply
@@ -149,13 +153,18 @@ def verify_layers(
     if reference not in ("same", "float64"):
         raise ValueError(f"verify_agreement: reference must be 'same' or 'float64', got {reference!r}")
     reports, given = [], x
-    for cell, h0 in zip(cells, starts, strict=True):
+    for kind, h0 in zip(cells, starts, strict=True):
+        own = {name: value for name, value in drives.items() if len(cells) == 1 or name in kind.drives}
+        cell, joined = with_drives("verify_agreement", kind, x, own)
         # Checked here, so that a refusal names the function that was called, and cut off from autograd.
-        problem = make_problem("verify_agreement", cell, x, h0, config)
+        problem = make_problem("verify_agreement", cell, joined, h0, config)
         front = front_of(x)
         if front is not None:
             problem = front.untracked(problem)
-        given = problem.x if given is x else given
+        if given is x:
+            given = problem.x
+        else:
+            given = with_drives("verify_agreement", kind.to(dtype=given.dtype), given, own)[1]
         stats = NewtonStats()
         parallel = newton_apply(problem.cell, problem.x, config, h0=problem.h0, stats=stats)
         true_cell, start = problem.cell, problem.h0

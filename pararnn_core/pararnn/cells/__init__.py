@@ -1,10 +1,37 @@
 """Cells: each is one file of mathematics."""
 
 from pararnn.cells.base import ChannelwiseCell, Projection
+from pararnn.cells.cfc import ParaCfC
 from pararnn.cells.gru import ParaGRU
+from pararnn.cells.lem import ParaLEM
+from pararnn.cells.lru import ParaLRU
 from pararnn.cells.lstm import ParaLSTM
+from pararnn.cells.mingru import ParaMinGRU
+from pararnn.cells.minlstm import ParaMinLSTM
+from pararnn.cells.nlru import ParaNLRU
 from pararnn.cells.protocol import RNNCell, check_cell
+from pararnn.cells.s5 import ParaS5
 from pararnn.cells.slstm import ParaSLSTM
 from pararnn.cells.tanh import ParaTanh
+from pararnn.cells.titans import ParaTitans
+from pararnn.cells.unicornn import ParaUnICORNN
 
-__all__ = ["ChannelwiseCell", "ParaGRU", "ParaLSTM", "ParaSLSTM", "ParaTanh", "Projection", "RNNCell", "check_cell"]
+__all__ = [
+    "ChannelwiseCell",
+    "ParaCfC",
+    "ParaGRU",
+    "ParaLEM",
+    "ParaLRU",
+    "ParaLSTM",
+    "ParaMinGRU",
+    "ParaMinLSTM",
+    "ParaNLRU",
+    "ParaS5",
+    "ParaSLSTM",
+    "ParaTanh",
+    "ParaTitans",
+    "ParaUnICORNN",
+    "Projection",
+    "RNNCell",
+    "check_cell",
+]

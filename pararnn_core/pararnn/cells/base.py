@@ -103,6 +103,8 @@ class ChannelwiseCell:
     params: ClassVar[tuple[str, ...]] = ()
     # Stored arrays that hold several params as rows, e.g. {"R": ("r_i", "r_f")} for an R of shape (2, D).
     stacked: ClassVar[dict[str, tuple[str, ...]]] = {}
+    # The last gates, if W_x does not deliver them: per-step inputs that all channels share, with their defaults.
+    drives: ClassVar[dict[str, float]] = {}
     # Slots whose value never leaves an interval, whatever the input: {"h": (-1.0, 1.0)}. The solver projects on it.
     bounds: ClassVar[dict[str, tuple[float, float]]] = {}
     # Slots whose error counts as it is, not relative to their size: logarithms of what is public.
@@ -162,16 +164,17 @@ class ChannelwiseCell:
     def initial_arrays(self, rng: np.random.Generator, n_in: int, n_h: int) -> dict[str, np.ndarray]:
         """Fresh float64 arrays: recurrent vectors N(0, 1/sqrt(numel)), W_x uniform ±1/sqrt(I), bias 0."""
         made: dict[str, np.ndarray] = {}
-        rows = {row for names in self.stacked.values() for row in names}
+        members = {row for names in self.stacked.values() for row in names}
         for name in self.params:
-            if name not in rows:
+            if name not in members:
                 made[name] = rng.standard_normal(n_h) / math.sqrt(n_h)
-        for name, members in self.stacked.items():
-            shape = (len(members), n_h)
+        for name, stack in self.stacked.items():
+            shape = (len(stack), n_h)
             made[name] = rng.standard_normal(shape) / math.sqrt(math.prod(shape))
         bound = 1.0 / math.sqrt(n_in)
-        made["W_x.weight"] = rng.uniform(-bound, bound, (len(self.gates) * n_h, n_in))
-        made["W_x.bias"] = np.zeros(len(self.gates) * n_h)
+        rows = (len(self.gates) - len(self.drives)) * n_h
+        made["W_x.weight"] = rng.uniform(-bound, bound, (rows, n_in))
+        made["W_x.bias"] = np.zeros(rows)
         return made
 
     def step(self, xp: Namespace, *operands: Any) -> tuple[Any, ...]:
@@ -300,6 +303,22 @@ class ChannelwiseCell:
     def state_dict(self) -> dict[str, Array]:
         """The stored arrays by name."""
         return dict(self.arrays)
+
+    # Drives.
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether W_x delivers every gate: always, but for a cell that still has to be given its drives."""
+        return not self.drives or int(self.W_x.weight.shape[0]) == len(self.gates) * self.d_h
+
+    def driven(self, weight: Array, bias: Array) -> ChannelwiseCell:
+        """The cell that reads its drives from its last features, by a W_x that hands them on."""
+        new = self._copy(self.max_recurrent_norm, {**self.arrays, "W_x.weight": weight, "W_x.bias": bias})
+        new.__dict__["input_size"] = int(weight.shape[1])
+        return new
+
+    def check_drive(self, name: str, least: float) -> None:
+        """Refuses a drive whose least value is one for which the cell's equations make no sense."""
 
     # Subclasses with better coordinates for the solve override these three together.
 

@@ -49,6 +49,8 @@ def check_cell(cell: Any) -> None:
         )
     if len(set(cell.operand_names)) != len(cell.operand_names):
         raise TypeError(f"check_cell: slots, gates and params share a name in {cell.operand_names}")
+    if tuple(cell.drives) != tuple(cell.gates[len(cell.gates) - len(cell.drives) :]):
+        raise TypeError(f"check_cell: the drives {tuple(cell.drives)} must be the last of the gates {cell.gates}")
     if cell.hidden not in cell.slots:
         raise TypeError(
             f"check_cell: hidden={cell.hidden!r} is not one of the slots {cell.slots}; set hidden to the slot that a "
@@ -83,6 +85,8 @@ def _check_bounds(cell: ChannelwiseCell, rng: np.random.Generator) -> None:
         slots.append(rng.uniform(low, high, count))
     cap = cell.max_recurrent_norm
     gates = [3.0 * rng.standard_normal(count) for _ in cell.gates]
+    # What is given step by step is a duration or the like, which a cell may refuse below zero.
+    gates = [np.abs(g) if name in cell.drives else g for name, g in zip(cell.gates, gates, strict=True)]
     params = [rng.standard_normal(count) for _ in cell.params]
     params = params if cap is None else [np.clip(p, -cap, cap) for p in params]
     with quiet(xp):
