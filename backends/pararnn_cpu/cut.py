@@ -34,7 +34,7 @@ def cut_of(problem: Problem) -> Cut | None:
     if batch * width > FEW_LANES * thread_count():
         return None
     # Long memory by design never meets.
-    if problem.cell.solve_cell().picard_start:
+    if problem.cell.long_memory:
         return None
     segments = min(LANES // (batch << (width - 1).bit_length()), time // LEAST_STEPS)
     return Cut(segments, time // segments) if segments > 1 else None

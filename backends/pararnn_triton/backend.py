@@ -142,7 +142,7 @@ def _shape(problem: Problem) -> Shape:
         segment_len=config.segment_len,
         warmup=config.warmup,
         passes=config.max_passes or DEFAULT_PASSES,
-        long_memory=problem.cell.solve_cell().picard_start,
+        long_memory=problem.cell.long_memory,
     )
 
 

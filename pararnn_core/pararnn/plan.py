@@ -92,7 +92,7 @@ def make_plan(
     loop_us = time * step_us(programs.adjoint if backward else programs.advance, lanes, costs)
     if long_memory and not backward:
         length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
-        reason = "its exponential gates remember too long for segments to settle within rounding"
+        reason = "the cell remembers by design, too long for segments to settle within rounding"
         return Plan("sequential", length, 1, reason, loop_us)
     best = Plan("sequential", time, 1, "", loop_us)
     for wanted in SEGMENT_LENGTHS:

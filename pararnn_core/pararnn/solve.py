@@ -76,7 +76,7 @@ def plan_for(problem: Problem, engine: ArrayEngine) -> Plan:
         item=8 if dtype_name(problem.work_dtype) == "float64" else 4,
         segment_len=config.segment_len,
         warmup=config.warmup,
-        long_memory=cell.picard_start,
+        long_memory=cell.long_memory,
     )
 
 

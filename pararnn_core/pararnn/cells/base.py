@@ -117,6 +117,8 @@ class ChannelwiseCell:
     default_max_recurrent_norm: ClassVar[float | None] = 0.5
     # Whether a solve should start from the exact scan with the recurrent weights dropped (long memory by design).
     picard_start: ClassVar[bool] = False
+    # Whether the cell never forgets by design, so that where nothing else was asked for one time loop is the best plan.
+    long_memory: ClassVar[bool] = False
     # Tells apart classes of one name (a notebook defines the same class again and again).
     serial: ClassVar[int] = 0
 

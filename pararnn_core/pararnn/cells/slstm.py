@@ -38,6 +38,7 @@ class ParaSLSTM(ChannelwiseCell):
     slots = ("c", "n", "m", "h")
     gates = ("i", "f", "z", "o")
     params = ("r_i", "r_f", "r_z", "r_o")
+    long_memory = True
     stacked = {"R": ("r_i", "r_f", "r_z", "r_o")}
     options = ("eps",)
     eps: float

@@ -37,6 +37,7 @@ class ParaUnICORNN(ChannelwiseCell):
     gates = ("v",)
     params = ("w", "c")
     default_max_recurrent_norm = None
+    long_memory = True
     options = ("step_size", "alpha")
     step_size: float
     alpha: float
