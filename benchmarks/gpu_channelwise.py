@@ -98,11 +98,14 @@ def loop_in_float64(cell, params, gates):
     return out
 
 
-def check(cell, params, gates, shape: Shape, steps: int = 512) -> float:
+def check(cell, params, gates, shape: Shape) -> float:
+    """Largest error of a solve with this layout against float64."""
+    states, _ = run_forward(programs_of(cell), gates, None, params, shape, TOL, ACCEPT)
+    return error_of(cell, params, gates, states)
+
+
+def error_of(cell, params, gates, states, steps: int = 512) -> float:
     """Largest error against float64 over the first `steps` steps and, where T allows, of a window at the end."""
-    programs = programs_of(cell)
-    states, _ = run_forward(programs, gates, None, params, shape, TOL, ACCEPT)
-    worst = 0.0
     some = slice(0, 2)
     true = loop_in_float64(cell, params, gates[some, :steps])
     worst = float((states[some, :steps].double() - true).abs().max())

@@ -15,6 +15,7 @@ import array_api_compat
 from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, Namespace, cast, common_namespace, dtype_name, is_array, known
 from pararnn.cells.base import ChannelwiseCell
+from pararnn.front import adopted
 from pararnn.problem import check_input
 
 
@@ -37,6 +38,7 @@ def with_drives(what: str, cell: Any, x: Array, given: Mapping[str, Any]) -> tup
         return cell, x
     if cell.is_driven:
         raise TypeError(f"{what}: this cell already reads {', '.join(wanted)} from x; leave them out")
+    x = adopted(x)
     xp = check_input(what, cell, x)
     columns = [
         _column(what, cell, xp, x, name, default if given.get(name) is None else given[name])

@@ -37,6 +37,10 @@ class Front:
     def sequential_apply(self, cell: Any, x: Array, h0: Array | None) -> Array:
         raise NotImplementedError
 
+    def adopt(self, array: Any) -> Array:
+        """`array` itself, or for a library without array functions the same memory as an array that has them."""
+        return array
+
     def untracked(self, problem: Problem) -> Problem:
         """The same numbers, cut off from automatic differentiation."""
         return problem
@@ -52,3 +56,9 @@ def front_of(x: Any) -> Front | None:
     import pararnn.find_backends  # noqa: F401
 
     return FRONTS.get(type(x).__module__.partition(".")[0])
+
+
+def adopted(array: Any) -> Any:
+    """An argument as the core can use it; see :meth:`Front.adopt`."""
+    front = front_of(array)
+    return array if front is None else front.adopt(array)

@@ -14,7 +14,7 @@ from pararnn.arrays import FLOATS, Array, cast, common_namespace, dtype_name
 from pararnn.config import NewtonConfig
 from pararnn.drives import split_drives, with_drives
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
-from pararnn.front import front_of
+from pararnn.front import adopted, front_of
 from pararnn.problem import Problem, make_problem
 from pararnn.registry import choose
 from pararnn.stats import NewtonStats
@@ -176,7 +176,7 @@ def newton_vjp(
     given = cell
     cell, x = with_drives("newton_vjp", cell, x, drives)
     problem = checked_problem("newton_vjp", cell, x, config, h0, stats=stats)
-    front = front_of(x)
+    front = front_of(problem.x)
     if front is not None:
         # The caller asks for the gradient; an array library that watches would only get in the way.
         problem = front.untracked(problem)
@@ -197,7 +197,7 @@ def newton_vjp(
 
 def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | None) -> Array:
     """The cotangent of all states, with that of the last one added in."""
-    xp = problem.xp
+    xp, cotangent, last = problem.xp, adopted(cotangent), adopted(last)
     if cotangent is None and last is None:
         raise TypeError("pullback: give the states' cotangent, or last= for the final state's, or both")
     common_namespace("pullback", x=problem.x, cotangent=cotangent, last=last)

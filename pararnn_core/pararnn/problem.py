@@ -10,6 +10,7 @@ import array_api_compat
 from pararnn.arrays import FLOATS, Array, Namespace, cast, common_namespace, compute_dtype, dtype_name
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
+from pararnn.front import adopted
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,10 @@ def make_problem(
             f"{what}: cell must be a ChannelwiseCell (ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh or your own subclass), "
             f"got {type(cell).__name__}"
         )
+    x, h0, guess = adopted(x), adopted(h0), adopted(guess)
     xp = check_input(what, cell, x, h0=h0, guess=guess)
     if not cell.is_driven:
         raise TypeError(f"{what}: {type(cell).__name__} needs its per-step input {', '.join(cell.drives)}")
-
     batch, time = int(x.shape[0]), int(x.shape[1])
     for label, array, wanted in (
         ("h0", h0, (batch, *cell.state_shape)),

@@ -294,6 +294,8 @@ class ChannelwiseCell:
                 if hasattr(a, "detach"):
                     # A tensor, which may be on a GPU and may be watched by autograd.
                     host = a.detach().cpu().numpy()
+                elif array_api_compat.is_cupy_array(a):
+                    host = a.get()
                 else:
                     host = np.from_dlpack(a) if hasattr(a, "__dlpack__") else np.asarray(a)
                 a = target.asarray(host, device=device, copy=True)

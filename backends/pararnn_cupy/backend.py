@@ -1,0 +1,219 @@
+"""CupyBackend: channelwise problems on CUDA memory, with kernels that CuPy compiles from generated CUDA C++."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from pararnn.adjoint import Gradients, collect_gradients
+from pararnn.arrays import Array, cast, dtype_name, namespace_name, quiet
+from pararnn.backend import Backend
+from pararnn.engine import ArrayEngine
+from pararnn.lyapunov import largest_exponent
+from pararnn.problem import Problem
+from pararnn.programs import programs_of
+from pararnn.solve import tolerance
+from pararnn.stats import NewtonStats
+from pararnn_cupy.environment import environment_sentence
+from pararnn_cupy.front import NumbaFront
+from pararnn_cupy.launch import Card, run_backward, run_forward
+from pararnn_cupy.layout import DEFAULT_PASSES, Layout, choose_layout
+
+# Offsets within a group of rows are 32-bit numbers inside the kernels; everything else is 64-bit.
+WIDEST = 2**31 // 64
+
+
+class CupyBackend(Backend):
+    """Segments with corrections on the device, or one time loop in a kernel where channels fill the chip.
+
+    ``auto`` takes it for CuPy arrays. Named, it also takes CUDA tensors of PyTorch, in place and on PyTorch's stream,
+    and NumPy arrays, which it copies to the current device and back.
+    """
+
+    name = "cupy"
+    priority = 35
+    front = NumbaFront()
+
+    def probe(self) -> str | None:
+        return environment_sentence()
+
+    def accepts(self, problem: Problem) -> str | None:
+        return self._accepts_arrays(problem) or self._accepts_options(problem)
+
+    def _accepts_arrays(self, problem: Problem) -> str | None:
+        library, named = namespace_name(problem.xp), problem.config.scan_backend == self.name
+        if library == "cupy" or (library == "numpy" and named):
+            return None
+        if library != "torch":
+            return f"it takes CuPy arrays, and these are {library}'s"
+        if problem.device.type != "cuda":
+            return f"it takes CUDA memory, and these tensors are on {problem.device}"
+        return None if named else "it takes CuPy arrays by itself, and tensors where scan_backend='cupy' names it"
+
+    def _accepts_options(self, problem: Problem) -> str | None:
+        config, (_, time, _, width) = problem.config, problem.shape
+        if config.pinned(time) is not None:
+            return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
+        if config.coords == "log" or config.jac_structure is not None:
+            return "coords='log' and jac_structure are options of the array solver"
+        if width * max(len(problem.cell.gates), 1) > WIDEST:
+            return f"its kernels take at most {WIDEST:,} gate inputs a step, and this cell has more"
+        return super().accepts(problem)
+
+    def example_namespace(self) -> Any:
+        """Where the conformance suite should make its arrays for this backend."""
+        import cupy
+
+        return cupy
+
+    def card(self, problem: Problem) -> Card:
+        """The memory and the stream of the problem's arrays, and the kernels of its cell."""
+        from pararnn_cupy.card import CudaCard
+
+        # In public coordinates, where matching joints mean the time loop's states.
+        return CudaCard(programs_of(problem.cell), dtype_name(problem.dtype), problem.xp, problem.device)
+
+    def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
+        if self._is_on_host(problem):
+            states, stats = self.newton(_on_device(problem))
+            # The device's memory is not kept for figures that nobody may ask for.
+            stats.__getstate__()
+            return states.get(), stats
+        layout, config = _layout(problem), problem.config
+        # An exact solve accepts no error, so what does not match is walked.
+        tol = -1.0 if config.exact else tolerance(config, problem)
+        accept = 5.0 * tol
+        with quiet(problem.xp):
+            states, estimate, walked = run_forward(
+                self.card(problem), programs_of(problem.cell), dtype_name(problem.dtype), *_operands(problem),
+                _guess(problem), layout, tol, accept,
+            )  # fmt: skip
+        states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
+        xp, lanes = problem.xp, problem.shape[0] * problem.shape[3] * layout.segments
+        stats = NewtonStats(
+            scan_backend=self.name,
+            path="segments" if layout.segments > 1 else "sequential",
+            segment_len=layout.length,
+            segments=layout.segments,
+            windows=1,
+            passes=layout.passes,
+            iters=max(0, layout.passes - 3),
+            reason=_reason(layout),
+        )
+        # Read only when asked for: reading waits for the device.
+        stats.later(
+            agreement_estimate=lambda: float(xp.max(estimate)),
+            max_residual=lambda: float(xp.max(estimate)),
+            exact=lambda: not bool(xp.any(estimate != 0)),
+            converged=lambda: bool(xp.all(estimate <= max(accept, 0.0))),
+            walked=lambda: float(xp.sum(walked)) / lanes,
+            lyapunov=lambda: largest_exponent(problem, states, ArrayEngine(xp)),
+        )
+        return states, stats
+
+    def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
+        if self._is_on_host(problem):
+            import cupy
+
+            found = self.pull_back(_on_device(problem), cupy.asarray(states), cupy.asarray(cotangent))
+            return Gradients(found.x.get(), {n: a.get() for n, a in found.params.items()}, found.h0.get())
+        xp, cell = problem.xp, problem.cell
+        batch, time, features, width = problem.shape
+        slots = (batch, time, cell.state_slots, width)
+        whole = _contiguous(xp, xp.reshape(states, slots))
+        given = _contiguous(xp, xp.reshape(cast(xp, cotangent, problem.dtype), slots))
+        with quiet(xp):
+            d_gates, sums, d_h0 = run_backward(
+                self.card(problem), programs_of(cell), dtype_name(problem.dtype), *_operands(problem), whole, given,
+                _layout(problem),
+            )  # fmt: skip
+            totals = xp.sum(sums, axis=1)
+            count = len(cell.params)
+            flat = xp.reshape(d_gates, (batch * time, len(cell.gates) * width))
+            d_x = xp.reshape(flat @ cell.W_x.weight, (batch, time, features))
+            d_weight = xp.matrix_transpose(flat) @ xp.reshape(problem.x, (batch * time, features))
+            params = [totals[k, :] for k in range(count)]
+            grads = collect_gradients(problem, params, d_weight, xp.reshape(totals[count:, :], (-1,)))
+            h0 = cast(xp, xp.reshape(d_h0, (batch, *cell.state_shape)), problem.dtype)
+            return Gradients(d_x, grads, h0)
+
+    def describe(self, problem: Problem) -> dict[str, object]:
+        layout = _layout(problem)
+        reason = _reason(layout)
+        if self._is_on_host(problem):
+            reason += "; NumPy arrays are copied to the current device and back, because this backend was named"
+        return {
+            "path": "segments" if layout.segments > 1 else "sequential",
+            "segment_len": layout.length,
+            "segments": layout.segments,
+            "passes": layout.passes,
+            "reason": reason,
+        }
+
+    def _is_on_host(self, problem: Problem) -> bool:
+        return namespace_name(problem.xp) == "numpy"
+
+
+def _on_device(problem: Problem) -> Problem:
+    """The problem in CuPy arrays on the current device."""
+    import cupy
+
+    from pararnn.arrays import resolve_namespace
+
+    xp = resolve_namespace(cupy)
+    h0, guess = (None if a is None else cupy.asarray(a) for a in (problem.h0, problem.guess))
+    return replace(problem, cell=problem.cell.to(xp), x=cupy.asarray(problem.x), h0=h0, guess=guess, xp=xp)
+
+
+def _reason(layout: Layout) -> str:
+    if layout.segments == 1:
+        return "one kernel loops over time: the channels keep the memory busy, or the sequence is short"
+    return f"segments of {layout.length} fill the chip; up to {layout.passes} launches, ended early on the device"
+
+
+def _layout(problem: Problem) -> Layout:
+    batch, time, _, width = problem.shape
+    config = problem.config
+    return choose_layout(
+        batch,
+        time,
+        width,
+        segment_len=_whole(config.segment_len),
+        warmup=_whole(config.warmup),
+        passes=_whole(config.max_passes) or DEFAULT_PASSES,
+        long_memory=problem.cell.solve_cell().picard_start,
+    )
+
+
+def _whole(value: Any) -> int | None:
+    """Python's own integer: options may be NumPy scalars, which have a width."""
+    return None if value is None else int(value)
+
+
+def _guess(problem: Problem) -> Array | None:
+    """The caller's guess (B, T, S, D) in the work dtype."""
+    if problem.guess is None:
+        return None
+    batch, time, _, width = problem.shape
+    whole = problem.xp.reshape(problem.guess, (batch, time, problem.cell.state_slots, width))
+    return _contiguous(problem.xp, cast(problem.xp, whole, problem.work_dtype))
+
+
+def _contiguous(xp: Any, a: Array) -> Array:
+    return a.contiguous() if namespace_name(xp) == "torch" else xp.asarray(a, order="C")
+
+
+def _operands(problem: Problem) -> tuple[Array, Array, Array | None, Array]:
+    """Gate inputs (B, T, G, D) without their bias in the input's dtype; in the work dtype bias, h0 and params."""
+    xp, cell = problem.xp, problem.cell
+    batch, time, features, width = problem.shape
+    work = problem.work_dtype
+    weight, bias = cell.W_x
+    gates = xp.reshape(problem.x, (batch * time, features)) @ xp.matrix_transpose(weight)
+    gates = _contiguous(xp, xp.reshape(gates, (batch, time, len(cell.gates), width)))
+    values = cell.recurrent(xp, work)
+    params = xp.stack(values) if values else xp.zeros((1, width), dtype=work, device=problem.device)
+    h0 = None
+    if problem.h0 is not None:
+        h0 = _contiguous(xp, xp.reshape(cast(xp, problem.h0, work), (batch, cell.state_slots, width)))
+    return gates, _contiguous(xp, cast(xp, bias, work)), h0, _contiguous(xp, params)

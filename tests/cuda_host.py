@@ -1,0 +1,120 @@
+"""The generated CUDA kernels on the CPU: compiled by a C++ compiler with a shim, on NumPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pararnn.arrays import dtype_name, namespace_name
+from pararnn.programs import programs_of
+from pararnn_cupy import CupyBackend
+from pararnn_cupy.launch import addresses
+from pararnn_cupy.source import cuda_source
+
+COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+SHIM = Path(__file__).with_name("cuda_host.h")
+SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
+_BUILT = tempfile.TemporaryDirectory(prefix="cuda-host-")
+
+
+def host_source(text: str) -> str:
+    """The source between the shim and, for each kernel, a function that runs all threads of a launch."""
+    parts = [f'#include "{SHIM}"', text]
+    for name, parameters in _KERNEL.findall(text):
+        words = ", ".join(p.split()[-1].lstrip("*") for p in parameters.split(","))
+        parts.append(
+            f'extern "C" void run_{name}(long long blocks, long long threads, {parameters})\n'
+            "{\n    blockDim.x = (unsigned int)threads;\n"
+            "    for (long long i = 0; i < blocks; i++)\n        for (long long j = 0; j < threads; j++)\n        {\n"
+            f"            blockIdx.x = (unsigned int)i;\n            threadIdx.x = (unsigned int)j;\n"
+            f"            {name}({words});\n        }}\n}}\n"
+        )
+    return "\n".join(parts)
+
+
+@lru_cache(maxsize=64)
+def library(text: str, options: tuple[str, ...]) -> ctypes.CDLL:
+    """The compiled source; refuses to go on without a compiler or past a warning that matters."""
+    assert COMPILER is not None
+    name = hashlib.sha256(repr((text, options)).encode()).hexdigest()[:16]
+    source, target = Path(_BUILT.name, f"{name}.cpp"), Path(_BUILT.name, f"{name}.so")
+    source.write_text(host_source(text))
+    common = ("-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Werror", "-Wno-unknown-pragmas")
+    # A kernel need not use every helper of the templates.
+    quiet = ("-Wno-unused-function", "-Wno-unused-but-set-parameter", "-Wno-maybe-uninitialized")
+    done = subprocess.run(
+        [COMPILER, *common, *quiet, *options, "-o", str(target), str(source)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(target))
+
+
+def pointer(array: np.ndarray) -> int:
+    assert array.flags.c_contiguous
+    return array.ctypes.data
+
+
+class HostCard:
+    """NumPy memory, full of NaN so that what is read before it is written shows."""
+
+    def __init__(self, problem: Any, options: tuple[str, ...] = ()) -> None:
+        programs = programs_of(problem.cell)
+        self.library = library(cuda_source(programs, dtype_name(problem.dtype)), options)
+
+    def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+        if dtype.startswith("float"):
+            return np.full(shape, np.nan, dtype=dtype)
+        return np.full(shape, 0x55, dtype={"bfloat16": "uint16"}.get(dtype, dtype))
+
+    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[Any]) -> None:
+        given = addresses(arguments, pointer)
+        kinds = [ctypes.c_double if isinstance(a, float) else ctypes.c_longlong for a in given]
+        run = getattr(self.library, f"run_{kernel}")
+        run.argtypes, run.restype = [ctypes.c_longlong] * 2 + kinds, None
+        run(-(-threads // block), block, *given)
+
+
+class HostBackend(CupyBackend):
+    """The CuPy backend with everything as it is, except that memory and launches are the CPU's."""
+
+    name = "cupy_on_host"
+    priority = -10
+
+    def __init__(self, options: tuple[str, ...] = ()) -> None:
+        self.options = options
+
+    def probe(self) -> str | None:
+        return None if COMPILER else "there is no C++ compiler"
+
+    def _accepts_arrays(self, problem: Any) -> str | None:
+        return None if namespace_name(problem.xp) == "numpy" else "it takes NumPy arrays"
+
+    def _is_on_host(self, problem: Any) -> bool:
+        return False
+
+    def example_namespace(self) -> Any:
+        return np
+
+    def card(self, problem: Any) -> HostCard:
+        return HostCard(problem, self.options)
+
+
+if __name__ == "__main__":
+    # python cuda_host.py [conformance arguments]: the conformance suite on the kernels, on the CPU.
+    from pararnn import register_backend
+    from pararnn_conformance.__main__ import main
+
+    register_backend(HostBackend())
+    sys.exit(main([HostBackend.name, *sys.argv[1:]]))
