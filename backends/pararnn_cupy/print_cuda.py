@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pararnn.graph import Instruction, Program
 from pararnn.graph.expr import CONDITIONS
@@ -48,21 +48,15 @@ def number(value: float) -> str:
     return f"work_t({text})"
 
 
-def _fused(instruction: Instruction, products: Mapping[str, tuple[str | float, ...]], ref: Callable[..., str]):
-    """A sum with a product in it as one rounding, or None.
+def _absorbed(instruction: Instruction, products: Mapping[str, tuple[str | float, ...]]) -> int | None:
+    """Which operand of a sum is a product that is rounded together with it, or None.
 
     The rule looks at the operation alone, so every program that holds the operation rounds it alike, and what two
     kernels compute in common has the same bits. The compiler's own fusing, which depends on what else stands in a
     kernel, is switched off.
     """
-    if instruction.op not in ("add", "sub"):
-        return None
-    a, b = instruction.args
-    sign = "" if instruction.op == "add" else "-"
-    for product, other, lead, tail in ((a, b, "", sign), (b, a, sign, "")):
-        if isinstance(product, str) and product in products and isinstance(other, str):
-            x, y = products[product]
-            return f"fused({lead}{ref(x)}, {ref(y)}, {tail}{ref(other)})"
+    if instruction.op in ("add", "sub") and all(isinstance(a, str) for a in instruction.args):
+        return next((k for k, a in enumerate(instruction.args) if a in products), None)
     return None
 
 
@@ -77,17 +71,25 @@ def body(program: Program, inputs: Mapping[str, str], outputs: Sequence[str]) ->
         return inputs.get(value, value) if isinstance(value, str) else number(value)
 
     products = {i.target: i.args for i in program.instructions if i.op == "mul"}
-    texts = {i.target: _fused(i, products, ref) for i in program.instructions}
+    absorbed = {i.target: _absorbed(i, products) for i in program.instructions}
     # Products that went into sums are computed only if somebody else reads them.
     read = {value for value in program.outputs if isinstance(value, str)}
     for i in program.instructions:
-        absorbed = next((a for a in i.args if a in products), None) if texts[i.target] else None
-        read.update(a for a in i.args if isinstance(a, str) and a != absorbed)
+        read.update(a for k, a in enumerate(i.args) if isinstance(a, str) and k != absorbed[i.target])
     lines = []
     for i in program.instructions:
-        if i.target in read:
-            kind = "bool" if i.op in CONDITIONS else "work_t"
-            lines.append(f"const {kind} {i.target} = {texts[i.target] or _FORMS[i.op].format(*map(ref, i.args))};")
+        if i.target not in read:
+            continue
+        place = absorbed[i.target]
+        if place is None:
+            text = _FORMS[i.op].format(*map(ref, i.args))
+        else:
+            # x - y z is (-y) z + x, and y z - x is y z + (-x).
+            minus = ["-", ""] if i.op == "sub" else ["", ""]
+            lead, tail = minus if place == 1 else minus[::-1]
+            x, y = products[str(i.args[place])]
+            text = f"fused({lead}{ref(x)}, {ref(y)}, {tail}{ref(i.args[1 - place])})"
+        lines.append(f"const {'bool' if i.op in CONDITIONS else 'work_t'} {i.target} = {text};")
     lines += [f"const work_t out{k} = {ref(value)};" for k, value in enumerate(program.outputs)]
     lines += [f"{name} = out{k};" for k, name in enumerate(outputs)]
     if len(outputs) != len(program.outputs):
