@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pararnn import distributed
+from pararnn import distributed, linear_attention
 from pararnn.adjoint import Gradients
 from pararnn.backend import Backend
 from pararnn.cells import (
@@ -75,6 +75,7 @@ __all__ = [
     "default_agreement_atol",
     "distributed",
     "explain",
+    "linear_attention",
     "newton_apply",
     "newton_vjp",
     "register_backend",
