@@ -7,6 +7,7 @@ from pararnn.adjoint import Gradients
 from pararnn.backend import Backend
 from pararnn.cells import (
     ChannelwiseCell,
+    MixingCell,
     ParaCfC,
     ParaGRU,
     ParaLEM,
@@ -21,6 +22,9 @@ from pararnn.cells import (
     ParaTitans,
     ParaUnICORNN,
     RNNCell,
+    StockGRU,
+    StockLSTM,
+    StockRNN,
     check_cell,
 )
 from pararnn.config import NewtonConfig, compile_safe_config
@@ -49,6 +53,7 @@ __all__ = [
     "ChannelwiseCell",
     "Explanation",
     "Gradients",
+    "MixingCell",
     "NewtonConfig",
     "NewtonDivergenceError",
     "NewtonStats",
@@ -67,6 +72,9 @@ __all__ = [
     "ParaTitans",
     "ParaUnICORNN",
     "RNNCell",
+    "StockGRU",
+    "StockLSTM",
+    "StockRNN",
     "UntraceableError",
     "auto_newton_iters",
     "backends",

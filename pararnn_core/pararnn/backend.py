@@ -12,6 +12,7 @@ from pararnn.adjoint import Gradients, pull_back
 from pararnn.arrays import Array
 from pararnn.engine import ArrayEngine
 from pararnn.front import Front
+from pararnn.mixing import describe_mixing, pull_back_mixing, solve_mixing
 from pararnn.per_step import solve_per_step
 from pararnn.problem import Problem
 from pararnn.solve import plan_for, solve
@@ -36,6 +37,12 @@ class Backend:
     # Public names that need it, loaded on first use from "module:object": {"ParaRNN": "my_package.layers:ParaRNN"}.
     offers: Mapping[str, str] = MappingProxyType({})
 
+    @property
+    def families(self) -> tuple[str, ...]:
+        """The kinds of cell that it solves; a backend with a solve of its own says so if it takes more than these."""
+        own = type(self).newton is not Backend.newton
+        return ("channelwise",) if own else ("channelwise", "mixing")
+
     def probe(self) -> str | None:
         """None if this backend can run here, else a sentence that says what is missing."""
         return None
@@ -50,6 +57,10 @@ class Backend:
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         """States (B, T, …) and stats."""
+        if problem.cell.family == "mixing":
+            states, stats = solve_mixing(problem)
+            stats.scan_backend = self.name
+            return states, stats
         engine, pinned = self.engine(problem), pinned_per_step(problem)
         if pinned is not None:
             states, stats = solve_per_step(problem, engine, pinned)
@@ -60,10 +71,14 @@ class Backend:
 
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
         """Gradients of Σ cotangent · states."""
+        if problem.cell.family == "mixing":
+            return pull_back_mixing(problem, states, cotangent)
         return pull_back(problem, self.engine(problem), states, cotangent)
 
     def describe(self, problem: Problem) -> dict[str, object]:
         """What :func:`pararnn.explain` shows: path, segment_len, segments, passes, reason."""
+        if problem.cell.family == "mixing":
+            return describe_mixing(problem)
         config, pinned = problem.config, pinned_per_step(problem)
         if pinned is not None:
             return {

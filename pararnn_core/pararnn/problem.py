@@ -50,16 +50,17 @@ class Problem:
 
     def start(self) -> list[Array]:
         """The public slots before the first step, each (B, D), in the work dtype."""
-        xp, (batch, _, _, width) = self.xp, self.shape
+        xp, batch = self.xp, self.shape[0]
         if self.h0 is None:
-            zero = xp.zeros((batch, width), dtype=self.work_dtype, device=self.device)
+            shape = self.cell.state_shape[self.cell.state_slots > 1 :]
+            zero = xp.zeros((batch, *shape), dtype=self.work_dtype, device=self.device)
             return [zero] * self.cell.state_slots
         h0 = cast(xp, self.h0, self.work_dtype)
-        return [h0] if self.cell.state_slots == 1 else [h0[:, s, :] for s in range(self.cell.state_slots)]
+        return [h0] if self.cell.state_slots == 1 else [h0[:, s, ...] for s in range(self.cell.state_slots)]
 
     def slots_of(self, states: Array) -> list[Array]:
         """A state array's slots, each (B, T, D)."""
-        return [states] if self.cell.state_slots == 1 else [states[:, :, s, :] for s in range(self.cell.state_slots)]
+        return [states] if self.cell.state_slots == 1 else [states[:, :, s, ...] for s in range(self.cell.state_slots)]
 
 
 def make_problem(

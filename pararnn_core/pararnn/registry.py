@@ -102,7 +102,14 @@ def backends() -> dict[str, Backend | str]:
 def _refusal(backend: Backend | str, problem: Problem) -> str | None:
     if isinstance(backend, str):
         return backend
-    return backend.probe() or backend.accepts(problem)
+    return backend.probe() or _other_family(backend, problem) or backend.accepts(problem)
+
+
+def _other_family(backend: Backend, problem: Problem) -> str | None:
+    """A backend is asked only about cells of a kind that it solves."""
+    if problem.cell.family in getattr(backend, "families", ("channelwise",)):
+        return None
+    return f"it solves channelwise cells, and {type(problem.cell).__name__} multiplies by a matrix at every step"
 
 
 def _choice(backend: Backend, problem: Problem, refusals: dict[str, str]) -> Choice:
@@ -137,7 +144,7 @@ def choose(problem: Problem) -> Choice:
         if absent is not None:
             raise BackendUnavailableError(f"scan_backend={wanted!r} cannot run here: {absent}")
         assert not isinstance(backend, str)
-        sentence = backend.accepts(problem)
+        sentence = _other_family(backend, problem) or backend.accepts(problem)
         if sentence is not None:
             raise TypeError(f"scan_backend={wanted!r} cannot solve this: {sentence}")
         return _choice(backend, problem, {})

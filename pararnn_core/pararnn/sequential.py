@@ -54,6 +54,8 @@ def run_sequential(problem: Problem) -> Array:
     params = cell.recurrent(xp, problem.work_dtype)
     weight, bias = (cast(xp, a, problem.work_dtype) for a in cell.W_x)
     state = tuple(problem.start())
+    if cell.family == "mixing":
+        return _run_mixing(problem, weight, bias, params, state)
     rows = []
     with quiet(xp):
         for t in range(time):
@@ -63,6 +65,24 @@ def run_sequential(problem: Problem) -> Array:
                 gates = xp.reshape(block @ xp.matrix_transpose(weight) + bias, split)
             now = gates[:, t % PROJECTED_STEPS, :, :]
             state = cell.step(xp, *state, *(now[:, g, :] for g in range(len(cell.gates))), *params)
+            rows.append(state[0] if len(state) == 1 else xp.stack(state, axis=1))
+    if not rows:
+        return xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)
+    return cast(xp, xp.stack(rows, axis=1), problem.dtype)
+
+
+def _run_mixing(problem: Problem, weight: Array, bias: Array, params: list[Array], state: tuple[Array, ...]) -> Array:
+    """The loop of a cell whose step multiplies by matrices."""
+    xp, cell, time = problem.xp, problem.cell, problem.shape[1]
+    mix = cell.mixer(xp, problem.work_dtype)
+    rows = []
+    with quiet(xp):
+        for t in range(time):
+            if t % PROJECTED_STEPS == 0:
+                block = cast(xp, problem.x[:, t : min(t + PROJECTED_STEPS, time), :], problem.work_dtype)
+                gates = cell.gate_inputs(xp, block, weight, bias)
+            now = (g[:, t % PROJECTED_STEPS, ...] for g in gates)
+            state = cell.step(xp, mix, *state, *now, *params)
             rows.append(state[0] if len(state) == 1 else xp.stack(state, axis=1))
     if not rows:
         return xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)

@@ -8,16 +8,19 @@ from pararnn.cells.lru import ParaLRU
 from pararnn.cells.lstm import ParaLSTM
 from pararnn.cells.mingru import ParaMinGRU
 from pararnn.cells.minlstm import ParaMinLSTM
+from pararnn.cells.mixing import MixingCell
 from pararnn.cells.nlru import ParaNLRU
 from pararnn.cells.protocol import RNNCell, check_cell
 from pararnn.cells.s5 import ParaS5
 from pararnn.cells.slstm import ParaSLSTM
+from pararnn.cells.stock import StockGRU, StockLSTM, StockRNN
 from pararnn.cells.tanh import ParaTanh
 from pararnn.cells.titans import ParaTitans
 from pararnn.cells.unicornn import ParaUnICORNN
 
 __all__ = [
     "ChannelwiseCell",
+    "MixingCell",
     "ParaCfC",
     "ParaGRU",
     "ParaLEM",
@@ -33,5 +36,8 @@ __all__ = [
     "ParaUnICORNN",
     "Projection",
     "RNNCell",
+    "StockGRU",
+    "StockLSTM",
+    "StockRNN",
     "check_cell",
 ]

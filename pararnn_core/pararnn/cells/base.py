@@ -93,6 +93,8 @@ class ChannelwiseCell:
     Leaky(input_size=3, hidden_size=5, max_recurrent_norm=0.5, float32, numpy)
     """
 
+    # 'channelwise', or 'mixing' where the step multiplies by matrices.
+    family: ClassVar[str] = "channelwise"
     input_size: int
     hidden_size: int
     max_recurrent_norm: float | None

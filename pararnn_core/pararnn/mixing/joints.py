@@ -1,0 +1,314 @@
+"""Joints: finds the segment starts at which all segments fit together, or says of which sequences it cannot.
+
+::
+
+    s_0 given,   s_{c+1} = F_c(s_c)
+
+is iterated with s'_{c+1} = F_c(s_c) + m_c (s'_c - s_c), where m_c is the running product of the true diagonal of the
+steps' Jacobians: it carries slow memory that stays in its channel (an LSTM's c), and costs no product. The adjoint is
+the same problem, travelled from the right.
+
+How far the starts are from the true ones is not read off the mismatches r_c = F_c(s_c) - s_{c+1} alone: a network that
+does not forget adds them up, one that amplifies blows them up. The first wrong start is wrong by its mismatch, and
+from there the error is carried by what the segments really do, which is measured: g_c = |ΔF_c| / |Δs_c| between two
+passes (between warm-up and pass at first). The estimate is the recurrence E_{c+1} = g_c E_c + |r_c|.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from pararnn.arrays import Array, Namespace, epsilon, namespace_name, same_bits
+
+DEFAULT_MAX_PASSES = 24
+# Passes over which the mismatch must have halved; trained networks stall for two or three before they settle.
+PATIENCE = 4
+
+
+@dataclass(frozen=True)
+class JointSettings:
+    """`tol` is aimed at, `accept` is taken where rounding keeps the estimate above; both relative to a slot's scale."""
+
+    tol: float
+    accept: float
+    exact: bool
+    max_passes: int
+    # A pinned number of corrections: no test, no finish.
+    corrections: int | None = None
+    bounds: Sequence[tuple[float, float] | None] = ()
+    logarithmic: Sequence[bool] = ()
+    # Where slots have no scale of their own, as cotangents do not.
+    one_scale: bool = False
+
+
+@dataclass
+class Settled:
+    """What came of it, by sequence: whether the joints fit, and the estimated error within and at the end."""
+
+    settled: np.ndarray
+    error: np.ndarray
+    end_error: np.ndarray
+    passes: int = 0
+    corrections: int = 0
+    exact: bool = False
+    history: list[float] = field(default_factory=list)
+    # log of the measured growth per segment, mean over the segments; the largest of any sequence.
+    growth: float = float("nan")
+    gave_up: str = ""
+
+
+# run(rows, starts) runs the segments in `rows` (None for all) from `starts` and gives their ends and diagonals.
+Run = Callable[[Array | None, list[Array]], tuple[list[Array], list[Array]]]
+
+# gain(mismatches, scales): how much of a difference at a segment's start is left at its end, (B, C).
+Gain = Callable[[list[Array], list[float]], np.ndarray]
+
+
+def settle(
+    xp: Namespace,
+    first: list[Array],
+    starts: list[Array],
+    run: Run,
+    entries: Sequence[tuple[int, int]],
+    settings: JointSettings,
+    *,
+    error: np.ndarray,
+    gain: Callable[[list[Array], list[Array]], np.ndarray] | None = None,
+) -> Settled:
+    """Iterates from `starts` (B, C-1, …) with the exact `first` (B, …).
+
+    Args:
+        error: estimated error of `first` by sequence.
+        gain: from the mismatches' norms, a first measurement of g (B, C).
+    """
+    batch, count = int(first[0].shape[0]), int(starts[0].shape[1]) + 1
+    s = [xp.concat([xp.expand_dims(f, axis=1), g], axis=1) for f, g in zip(first, starts, strict=True)]
+    boxes = _boxes(xp, first, settings.bounds)
+    ends, diagonal = run(None, [_flat(xp, a) for a in s])
+    e, m = _split(xp, ends, batch), _split(xp, diagonal, batch)
+    growth: np.ndarray | None = None
+    out = Settled(np.zeros(batch, bool), np.full(batch, np.inf), np.zeros(batch), passes=1)
+    sizes: list[float] = []
+    floor = 200.0 * epsilon(first[0].dtype)
+    while True:
+        scale = _scales(xp, [*zip(s, e, strict=True)], settings)
+        r = [_gap(xp, a[:, :-1, ...], b[:, 1:, ...]) for a, b in zip(e, s, strict=True)]
+        norms = _host(xp, _norm(xp, r, scale))
+        if growth is None:
+            growth = gain(r, scale) if gain is not None else np.full((batch, count), np.inf)
+        within, at_end = _carried(norms, growth, error)
+        exact = bool(np.all(norms == 0.0))
+        worst = float(np.max(norms, initial=0.0))
+        out.history.append(worst)
+        sizes.append(worst)
+        out.error, out.end_error, out.exact = within, at_end, exact
+        if settings.corrections is not None:
+            if out.corrections == settings.corrections:
+                break
+            done = np.zeros(batch, bool)
+        else:
+            joined = np.all(norms == 0.0, axis=1)
+            done = joined & (within <= settings.accept) if settings.exact else within <= settings.tol
+            stalled = len(sizes) > PATIENCE and not worst <= 0.5 * sizes[-1 - PATIENCE]
+            if not settings.exact and (stalled or out.passes >= settings.max_passes):
+                done = done | (within <= settings.accept)
+            out.settled = done
+            if bool(np.all(done)):
+                break
+            if stalled or out.passes >= settings.max_passes:
+                out.gave_up = (
+                    f"its joints were still {worst:.1e} apart after {out.passes} passes, of which the last {PATIENCE} "
+                    "did not halve the gap: it neither forgets nor remembers channel by channel"
+                    if stalled
+                    else f"its joints were still {worst:.1e} apart after {out.passes} passes"
+                )
+                break
+        new = _corrected(xp, s, e, m, entries, boxes)
+        keep = xp.asarray(~done, device=_device(s[0]))
+        moved_at = xp.zeros((batch, count), dtype=xp.bool, device=_device(s[0]))
+        for a, b in zip(new, s, strict=True):
+            moved_at = moved_at | xp.any(xp.reshape(~same_bits(xp, a, b), (batch, count, -1)), axis=2)
+        changed = _host_bool(xp, moved_at & xp.reshape(keep, (batch, 1)))
+        rows = np.flatnonzero(changed.reshape(-1))
+        out.corrections += 1
+        out.passes += 1
+        if not len(rows):
+            # Nothing moves any more: what is left is what this arithmetic cannot tell apart.
+            out.settled = out.settled | (within <= settings.accept)
+            out.gave_up = "" if bool(np.all(out.settled)) else "its starts stopped moving before the joints fitted"
+            break
+        whole = len(rows) == batch * count
+        index = None if whole else xp.asarray(rows, device=_device(s[0]))
+        moved = [_flat(xp, a) for a in new]
+        part = moved if index is None else [xp.take(a, index, axis=0) for a in moved]
+        ends, diagonal = run(index, part)
+        old_s, old_e = s, e
+        if index is None:
+            s, e, m = new, _split(xp, ends, batch), _split(xp, diagonal, batch)
+        else:
+            mask = xp.asarray(changed, device=_device(s[0]))
+            s = [xp.where(_spread(xp, mask, a), b, a) for a, b in zip(old_s, new, strict=True)]
+            e = _split(xp, [put_rows(xp, _flat(xp, a), index, b) for a, b in zip(e, ends, strict=True)], batch)
+            m = _split(xp, [put_rows(xp, _flat(xp, a), index, b) for a, b in zip(m, diagonal, strict=True)], batch)
+        ds = _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(s, old_s, strict=True)], scale))
+        de = _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(e, old_e, strict=True)], scale))
+        measured = ds > floor
+        growth = np.where(measured, de / np.where(measured, ds, 1.0), growth)
+    if growth is not None and count > 1:
+        inner = growth[:, : count - 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            out.growth = float(np.max(np.mean(np.log(np.maximum(inner, 1e-30)), axis=1)))
+    return out
+
+
+def warmup_gain(
+    xp: Namespace, apart: list[Array], mismatch: list[Array], scale: Sequence[float], stretch: float
+) -> np.ndarray:
+    """How much of a difference at the warm-up's beginning is left at its end, (B, C); a segment is `stretch` as long.
+
+    `apart` is the difference between a pass and the warm-up where the latter began, `mismatch` that at the joint.
+    """
+    before, after = _host(xp, _norm(xp, apart, scale)), _host(xp, _norm(xp, mismatch, scale))
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        g = np.where(after == 0.0, 0.0, after / before)
+        # Over the whole segment a growing network grows more.
+        g = np.where(g > 1.0, g**stretch, g)
+    g = np.where(np.isnan(g), np.inf, g)
+    # The last segment is compared with nothing; it is taken to do as the others do.
+    return np.concatenate([g, np.max(g, axis=1, keepdims=True, initial=0.0)], axis=1)
+
+
+def _carried(norms: np.ndarray, growth: np.ndarray, error: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The largest estimated error within the segments, and that at the end, by sequence."""
+    batch, joints = norms.shape
+    at = error.astype(np.float64)
+    worst = np.zeros(batch)
+    with np.errstate(invalid="ignore", over="ignore"):
+        for c in range(joints + 1):
+            # Within a segment the error may swell before it ends smaller; exact starts stay exact.
+            carried = np.where(at == 0.0, 0.0, growth[:, c] * at)
+            worst = np.fmax(worst, np.fmax(at, carried))
+            at = carried + (norms[:, c] if c < joints else 0.0)
+    return np.where(np.isnan(worst), np.inf, worst), np.where(np.isnan(at), np.inf, at)
+
+
+def _corrected(
+    xp: Namespace, s: list[Array], e: list[Array], m: list[Array], entries: Sequence[tuple[int, int]],
+    boxes: list[tuple[Array, Array] | None],
+) -> list[Array]:  # fmt: skip
+    """The guarded correction: δ_{c+1} = r_c + m_c δ_c, projected on the box; where it is not finite, the end itself."""
+    count = int(s[0].shape[1])
+    delta = [xp.zeros_like(a[:, 0, ...]) for a in s]
+    columns: list[list[Array]] = [[a[:, 0, ...]] for a in s]
+    for c in range(count - 1):
+        new_delta = []
+        for i in range(len(s)):
+            end, old = e[i][:, c, ...], s[i][:, c + 1, ...]
+            wanted = end
+            for (row, column), factor in zip(entries, m, strict=True):
+                if row == i:
+                    d = delta[column]
+                    # An exact start stays exact even where the tangent has overflowed.
+                    wanted = wanted + xp.where(d == 0.0, xp.zeros_like(d), factor[:, c, ...] * d)
+            if (box := boxes[i]) is not None:
+                wanted = xp.minimum(xp.maximum(wanted, box[0]), box[1])
+            start = xp.where(xp.isfinite(wanted), wanted, end)
+            columns[i].append(start)
+            gap = start - old
+            new_delta.append(xp.where(same_bits(xp, start, old), xp.zeros_like(gap), gap))
+        delta = new_delta
+    return [xp.stack(column, axis=1) for column in columns]
+
+
+def _boxes(
+    xp: Namespace, first: list[Array], bounds: Sequence[tuple[float, float] | None]
+) -> list[tuple[Array, Array] | None]:
+    """Where a bounded slot can be, given where it starts."""
+    out: list[tuple[Array, Array] | None] = []
+    for k, a in enumerate(first):
+        bound = bounds[k] if k < len(bounds) else None
+        if bound is None:
+            out.append(None)
+            continue
+        low, high = (xp.full_like(a[:1, ...], b) for b in bound)
+        # A start outside pulls every channel with it, through the products.
+        out.append((xp.minimum(low, xp.min(a)), xp.maximum(high, xp.max(a))))
+    return out
+
+
+def _scales(xp: Namespace, pairs: list[tuple[Array, Array]], settings: JointSettings) -> list[float]:
+    scales = []
+    for k, pair in enumerate(pairs):
+        if settings.logarithmic and settings.logarithmic[k]:
+            scales.append(1.0)
+            continue
+        sizes = [xp.max(xp.where(xp.isfinite(a), xp.abs(a), xp.zeros_like(a))) for a in pair]
+        scales.append(max(float(v) for v in sizes) or 1.0)
+    return [max(scales)] * len(scales) if settings.one_scale else scales
+
+
+def _gap(xp: Namespace, a: Array, b: Array) -> Array:
+    return xp.where(same_bits(xp, a, b), xp.zeros_like(a), a - b)
+
+
+def _norm(xp: Namespace, parts: list[Array], scale: Sequence[float]) -> Array:
+    """The largest entry of any slot and channel relative to the slot's scale, (B, C)."""
+    total = None
+    for part, size in zip(parts, scale, strict=True):
+        batch, count = part.shape[:2]
+        if count == 0:
+            return xp.zeros((batch, 0), dtype=part.dtype, device=_device(part))
+        flat = xp.abs(xp.reshape(part, (batch, count, -1)))
+        flat = xp.where(xp.isnan(flat), xp.full_like(flat, float("inf")), flat)
+        largest = xp.max(flat, axis=2) / size
+        total = largest if total is None else xp.maximum(total, largest)
+    return total
+
+
+def _device(a: Array) -> Any:
+    from array_api_compat import device
+
+    return device(a)
+
+
+def _spread(xp: Namespace, mask: Array, like: Array) -> Array:
+    return xp.reshape(mask, (*mask.shape, *([1] * (like.ndim - 2))))
+
+
+def _flat(xp: Namespace, a: Array) -> Array:
+    """(B, C, …) as (B·C, …)."""
+    return xp.reshape(a, (int(a.shape[0]) * int(a.shape[1]), *a.shape[2:]))
+
+
+def _split(xp: Namespace, parts: list[Array], batch: int) -> list[Array]:
+    return [xp.reshape(a, (batch, int(a.shape[0]) // batch, *a.shape[1:])) for a in parts]
+
+
+def put_rows(xp: Namespace, whole: Array, index: Array, part: Array) -> Array:
+    """`whole` with the rows in `index` replaced; it may be changed in place."""
+    if namespace_name(xp) == "jax":
+        return whole.at[index].set(part)
+    if namespace_name(xp) == "array_api_strict":
+        for k in range(int(index.shape[0])):
+            whole[int(index[k]), ...] = part[k, ...]
+        return whole
+    whole[index] = part
+    return whole
+
+
+def _host(xp: Namespace, a: Array) -> np.ndarray:
+    """A small array as float64 on the host, where the decisions are taken."""
+    if hasattr(a, "detach"):
+        return a.detach().cpu().double().numpy()
+    if hasattr(a, "get"):
+        return a.get().astype(np.float64)
+    host = np.from_dlpack(a) if namespace_name(xp) == "array_api_strict" else np.asarray(a)
+    return host.astype(np.float64)
+
+
+def _host_bool(xp: Namespace, a: Array) -> np.ndarray:
+    return _host(xp, xp.astype(a, xp.float32)) > 0.0

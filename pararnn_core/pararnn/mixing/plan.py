@@ -1,0 +1,128 @@
+"""The cost model of mixing cells: how long a step of N rows takes, and from that segments, warm-up and windows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from pararnn.arrays import dtype_name, namespace_name
+from pararnn.cells.mixing import MixingCell
+from pararnn.mixing.trace import MixPrograms, mix_programs_of
+from pararnn.plan import MARGIN, _fitting_length
+from pararnn.problem import Problem
+
+DEFAULT_WARMUP = 64
+SEGMENT_LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 1024)
+# Bytes of gate inputs, states and what a pass keeps of them that one window may hold.
+WINDOW_BYTES = 384 * 2**20
+HEAVY = frozenset({"exp", "expm1", "log", "log1p", "tanh", "sigmoid", "sin", "cos", "pow", "logaddexp"})
+
+
+@dataclass(frozen=True)
+class MixCosts:
+    """Microseconds per array call, nanoseconds per element and call, and products per microsecond."""
+
+    call_us: float
+    simple_ns: float
+    heavy_ns: float
+    # Multiplications and additions per microsecond with many rows, and bytes of a matrix read per microsecond with few.
+    flops_us: float
+    bytes_us: float
+
+    def step_us(self, programs: MixPrograms, rows: int, width: int, inner: int, item: int, *, tangent: bool) -> float:
+        """Predicted time of one step of `rows` rows of `width` channels, of which each mixes `inner`."""
+        program = programs.advance_tangent if tangent else programs.advance
+        heavy = sum(i.op in HEAVY for i in program.instructions)
+        simple = len(program.instructions) - heavy + 3 * sum(i.op == "sigmoid" for i in program.instructions)
+        calls = simple + heavy + 3 * len(programs.stages)
+        products = len(programs.mixed_names)
+        multiply = max(
+            2.0 * rows * inner * width * products / self.flops_us, item * inner * width * products / self.bytes_us
+        )
+        elements = rows * width * 1e-3 * (simple * self.simple_ns + heavy * self.heavy_ns) * item / 4
+        return calls * self.call_us + elements + multiply
+
+
+_COSTS = {
+    "numpy": MixCosts(1.0, 0.25, 2.0, 60_000.0, 8_000.0),
+    "torch": MixCosts(3.0, 0.25, 0.6, 60_000.0, 12_000.0),
+}
+
+
+@dataclass(frozen=True)
+class MixPlan:
+    """Segments of `segment_len` steps, `segments` of them in a window, after `warmup` plain steps; and why."""
+
+    path: str
+    segment_len: int
+    segments: int
+    warmup: int
+    max_passes: int | None
+    reason: str
+
+    def windows(self, time: int) -> Iterator[tuple[int, int, int]]:
+        """(first step, L, C) of each window; what is left over at the end is one short segment of its own."""
+        start = 0
+        while start < time:
+            length = min(self.segment_len, time - start)
+            count = min(self.segments, (time - start) // length)
+            yield start, length, count
+            start += length * count
+
+
+def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
+    """The cheapest predicted way through a problem."""
+    config, cell = problem.config, problem.cell
+    batch, time, _, _ = problem.shape
+    limit = min(time, config.chunk_len or time)
+    item = 8 if dtype_name(problem.work_dtype) == "float64" else 4
+    rows, width, inner = cast(MixingCell, cell).row_layout
+    programs = mix_programs_of(cast(MixingCell, cell.solve_cell()))
+    arrays = len(programs.gate_names) + 2 * programs.size
+    if backward:
+        arrays += 2 * len(programs.mixed_names) + len(programs.gate_names)
+    per_step = batch * rows * width * item * arrays
+    wanted = config.segment_len
+    pinned = config.pinned(time)
+    if wanted is None and pinned is not None:
+        wanted = min(DEFAULT_WARMUP, max(1, time // 2))
+    warmup = DEFAULT_WARMUP if config.warmup is None else config.warmup
+    if time <= 1 or (wanted is not None and wanted >= time):
+        return MixPlan("sequential", max(time, 1), 1, 0, None, "one segment covers the whole sequence")
+    if wanted is not None:
+        count = max(1, min(limit // wanted, WINDOW_BYTES // max(1, wanted * per_step)))
+        why = f"segment_len={wanted} was asked for" if config.segment_len else f"{pinned} corrections were asked for"
+        return MixPlan("segments", wanted, count, min(warmup, wanted), config.max_passes, why)
+    costs = _COSTS["torch" if namespace_name(problem.xp) == "torch" else "numpy"]
+    loop = time * costs.step_us(programs, batch * rows, width, inner, item, tangent=False)
+    best: tuple[float, MixPlan] | None = None
+    for length in SEGMENT_LENGTHS:
+        if 3 * length > limit:
+            break
+        length = _fitting_length(limit, length)
+        count = max(1, min(limit // length, WINDOW_BYTES // max(1, length * per_step)))
+        if count < 2:
+            continue
+        plain = costs.step_us(programs, batch * rows * count, width, inner, item, tangent=False)
+        tangent = costs.step_us(programs, batch * rows * count, width, inner, item, tangent=True)
+        before = min(warmup, length)
+        once = length * tangent + count * 12 * programs.size * costs.call_us
+        # One pass where a network forgets within the warm-up; trained ones need more.
+        predicted = (limit / (length * count)) * (before * plain + 1.5 * once)
+        predicted += (limit % length) * costs.step_us(programs, batch * rows, width, inner, item, tangent=False)
+        predicted *= time / limit
+        most = max(3, min(24, int(loop / max(1e-9, (time / (length * count)) * once))))
+        if best is None or predicted < best[0]:
+            best = predicted, MixPlan(
+                "segments", length, count, before, most,
+                f"segments of {length} turn {time} matrix-vector products into {length} products of {count * batch} "
+                f"rows: predicted {loop / predicted:.1f}x faster than the loop",
+            )  # fmt: skip
+    if best is not None and best[0] * MARGIN < loop:
+        return best[1]
+    gain = f"{loop / best[0]:.2f}x" if best is not None else "no gain"
+    return MixPlan(
+        "sequential", time, 1, 0, None,
+        f"{time} steps of {batch} sequences run fastest as one loop: segments would bring {gain}",
+    )  # fmt: skip
