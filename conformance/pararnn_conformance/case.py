@@ -9,7 +9,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from pararnn import ChannelwiseCell, ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh, sequential_apply
+from pararnn import (
+    ChannelwiseCell,
+    ParaCfC,
+    ParaGRU,
+    ParaLEM,
+    ParaLRU,
+    ParaLSTM,
+    ParaMinGRU,
+    ParaMinLSTM,
+    ParaNLRU,
+    ParaS5,
+    ParaSLSTM,
+    ParaTanh,
+    ParaTitans,
+    ParaUnICORNN,
+    sequential_apply,
+)
+from pararnn.drives import with_drives
 from pararnn_conformance import reference
 from pararnn_conformance.own_cell import Echo
 
@@ -21,8 +38,19 @@ KINDS: dict[str, Callable[..., ChannelwiseCell]] = {
     "Echo": Echo,
 }
 CELLS = tuple(KINDS)
-# What keeps the state of each cell for long: the gate whose bias to move, and by how much.
-_MEMORY = {"ParaGRU": ("z", -5.0), "ParaLSTM": ("f", 5.0), "ParaSLSTM": ("i", -5.0), "Echo": ("k", 5.0)}
+# Cells beyond those that every check runs on; the topic `zoo` has theirs.
+ZOO: dict[str, Callable[..., ChannelwiseCell]] = {
+    kind.__name__: kind
+    for kind in (
+        ParaCfC, ParaLEM, ParaLRU, ParaMinGRU, ParaMinLSTM, ParaNLRU, ParaS5, ParaTitans, ParaUnICORNN,
+    )
+}  # fmt: skip
+# What keeps the state of each cell for long: the gate whose bias to move, and by how much. Others do so as they are.
+_MEMORY = {
+    "ParaGRU": ("z", -5.0), "ParaLSTM": ("f", 5.0), "ParaSLSTM": ("i", -5.0), "Echo": ("k", 5.0),
+    "ParaCfC": ("f", -5.0), "ParaLEM": ("q", -5.0), "ParaMinGRU": ("z", -5.0), "ParaMinLSTM": ("i", -5.0),
+    "ParaNLRU": ("a", 5.0), "ParaTitans": ("alpha", -5.0),
+}  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -73,7 +101,8 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 def numbers(case: Case) -> Numbers:
     """The case's arrays. They are shared: do not write into them."""
     rng = np.random.default_rng(case.seed + 1)
-    cell = KINDS[case.kind](case.features, case.width, dtype=np.float64, seed=case.seed)
+    make = KINDS.get(case.kind) or ZOO[case.kind]
+    cell = make(case.features, case.width, dtype=np.float64, seed=case.seed)
     arrays = dict(cell.arrays)
     if case.coarse:
         arrays["W_x.weight"] = np.round(32.0 * arrays["W_x.weight"]) / 32.0
@@ -87,7 +116,7 @@ def numbers(case: Case) -> Numbers:
         if case.kind == "ParaTanh":
             arrays["a"], cap = 1.0 - 0.02 * rng.random(case.width), None
             arrays["W_x.weight"] = arrays["W_x.weight"] / 64.0
-        else:
+        elif case.kind in _MEMORY:
             gate, shift = _MEMORY[case.kind]
             place = cell.gates.index(gate) * case.width
             bias = np.zeros_like(arrays["W_x.bias"])
@@ -100,7 +129,11 @@ def numbers(case: Case) -> Numbers:
         x = np.round(32.0 * x) / 32.0
     h0 = _start(cell, rng, case.batch) if case.start else None
     cell = cell.replace(max_recurrent_norm=cap, **{name: rounded(a, case.dtype) for name, a in arrays.items()})
-    return Numbers(cell, rounded(x, case.dtype), None if h0 is None else rounded(h0, case.dtype))
+    x = rounded(x, case.dtype)
+    # Steps of uneven duration; from here on one more feature of a cell like any other.
+    drives = {name: rounded(rng.exponential(1.0, x.shape[:2]), case.dtype) for name in cell.drives}
+    cell, x = with_drives("conformance", cell, x, drives)
+    return Numbers(cell, x, None if h0 is None else rounded(h0, case.dtype))
 
 
 def _start(cell: ChannelwiseCell, rng: np.random.Generator, batch: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from pararnn_conformance import (
     pinned,
     quiet,
     refusals,
+    zoo,
 )
 
 __all__ = [
@@ -24,4 +25,5 @@ __all__ = [
     "pinned",
     "quiet",
     "refusals",
+    "zoo",
 ]

@@ -8,7 +8,7 @@ loses, and the logarithm of n keeps what would underflow.
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 from pararnn.arrays import Array, Namespace
 from pararnn.cells.base import ChannelwiseCell
@@ -28,18 +28,21 @@ def frozen_gate_states(
 ) -> list[Array]:
     """States after `sweeps` Picard sweeps, by slot (B, T, D), in the coordinates of `cell`."""
     assert isinstance(problem.cell, ParaSLSTM)
-    xp, floor = problem.xp, math.log(problem.cell.eps)
-    inner = problem.cell.solve_cell()
+    xp = problem.xp
+    inner: Any = problem.cell.solve_cell()
     u0, l0, m0, h0 = inner.encode(xp, *problem.start())
+    if inner.stabiliser_start == "input":
+        # Nothing stored: the first input gate takes over.
+        m0 = xp.where(l0 > -float("inf"), m0, l0)
     before = xp.zeros_like(gates[0])
     for _ in range(sweeps):
-        i, f, z, o = (g + r * before for g, r in zip(gates, params, strict=True))
+        i, f, z, o = inner.frozen_gates(xp, [g + r * before for g, r in zip(gates, params, strict=True)])
         m = scan_max_plus(f, i, initial=m0)
         l = _log_of_sums(xp, f, i, l0 + m0) - m
         kept = f + _one_earlier(xp, m, m0) - m + _one_earlier(xp, l, l0)
         share = sigmoid(xp, i - m - kept)
         u = scan_diag(1.0 - share, share * xp.tanh(z), initial=u0)
-        h = sigmoid(xp, o) * u * sigmoid(xp, l - floor)
+        h = inner.read(xp, u, l, o)
         before = _one_earlier(xp, h, h0)
     states = [u, l, m, h]
     return list(inner.decode(xp, *states)) if cell is problem.cell else states

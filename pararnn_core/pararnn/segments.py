@@ -181,6 +181,7 @@ class WindowSolver:
         empty = cell.empty(xp, rows[0][0, :])
         dropped = [xp.zeros_like(p[:lanes]) for p in wide]
         alone = self.engine.loop(self.programs.advance, empty, rows, dropped).carry
+        rows = cell.frozen_gates(xp, rows)
         sums, last = [xp.sum(r, axis=0) for r in rows], [r[-1, :] for r in rows]
         state, starts = tuple(start), []
         for c in range(count - 1):
