@@ -217,6 +217,7 @@ class TestTorch:
         cell, x, dt = driven(ParaCfC)
         rnn = ParaRNN(cell, num_layers=2, config=compile_safe_config(max_iters=6))
         tx, tdt = torch.from_numpy(x), torch.from_numpy(dt)
+        torch.compiler.reset()
         whole = torch.compile(rnn, backend="eager", fullgraph=True)
         torch.testing.assert_close(whole(tx, dt=tdt), rnn(tx, dt=tdt))
         torch.testing.assert_close(whole(tx), rnn(tx))
