@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -17,14 +18,14 @@ from typing import Any
 import numpy as np
 
 from pararnn.arrays import dtype_name, namespace_name
-from pararnn.programs import programs_of
+from pararnn.programs import StepPrograms, programs_of
 from pararnn_cupy import CupyBackend
 from pararnn_cupy.launch import addresses
 from pararnn_cupy.source import cuda_source
 
 COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 SHIM = Path(__file__).with_name("cuda_host.h")
-SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
+SANITIZED = ("-O0", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer")
 _KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(([^)]*)\)')
 _BUILT = tempfile.TemporaryDirectory(prefix="cuda-host-")
 
@@ -69,9 +70,8 @@ def pointer(array: np.ndarray) -> int:
 class HostCard:
     """NumPy memory, full of NaN so that what is read before it is written shows."""
 
-    def __init__(self, problem: Any, options: tuple[str, ...] = ()) -> None:
-        programs = programs_of(problem.cell)
-        self.library = library(cuda_source(programs, dtype_name(problem.dtype)), options)
+    def __init__(self, programs: StepPrograms, dtype: str, options: tuple[str, ...] = ()) -> None:
+        self.library = library(cuda_source(programs, dtype), options)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         if dtype.startswith("float"):
@@ -108,13 +108,26 @@ class HostBackend(CupyBackend):
         return np
 
     def card(self, problem: Any) -> HostCard:
-        return HostCard(problem, self.options)
+        return HostCard(programs_of(problem.cell), dtype_name(problem.dtype), self.options)
+
+
+def sanitized_environment() -> dict[str, str]:
+    """For a Python process that loads libraries built with SANITIZED: the sanitizer has to be there first."""
+    assert COMPILER is not None
+    runtime = subprocess.run([COMPILER, "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
+    # Python frees nothing at its end, and its own memory pools would hide what is read past an array.
+    return {
+        **os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
-    # python cuda_host.py [conformance arguments]: the conformance suite on the kernels, on the CPU.
+    # python cuda_host.py [--sanitized] [conformance arguments]: the conformance suite on the kernels, on the CPU.
     from pararnn import register_backend
     from pararnn_conformance.__main__ import main
 
-    register_backend(HostBackend())
-    sys.exit(main([HostBackend.name, *sys.argv[1:]]))
+    arguments = sys.argv[1:]
+    sanitized = "--sanitized" in arguments
+    register_backend(HostBackend(SANITIZED if sanitized else ()))
+    sys.exit(main([HostBackend.name, *(a for a in arguments if a != "--sanitized")]))

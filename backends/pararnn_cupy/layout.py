@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 # Launches of a solve over segments: a plain pass, a rerun of what did not match, and passes with tangents. Those that
 # find nothing to do end at once, and the last one finishes exactly.
-DEFAULT_PASSES = 4
+DEFAULT_PASSES = 6
 FEWEST_PASSES = 3
 
 
