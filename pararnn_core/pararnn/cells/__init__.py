@@ -14,6 +14,7 @@ from pararnn.cells.protocol import RNNCell, check_cell
 from pararnn.cells.s5 import ParaS5
 from pararnn.cells.slstm import ParaSLSTM
 from pararnn.cells.stock import StockGRU, StockLSTM, StockRNN
+from pararnn.cells.stock_cfc import StockCfC
 from pararnn.cells.tanh import ParaTanh
 from pararnn.cells.titans import ParaTitans
 from pararnn.cells.unicornn import ParaUnICORNN
@@ -36,6 +37,7 @@ __all__ = [
     "ParaUnICORNN",
     "Projection",
     "RNNCell",
+    "StockCfC",
     "StockGRU",
     "StockLSTM",
     "StockRNN",
