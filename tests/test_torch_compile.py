@@ -208,11 +208,11 @@ def test_the_custom_operators_pass_torch_s_own_checks():
     arrays = [a.requires_grad_() for a in cell.arrays.values()]
     x, h0 = x_of(6, dtype=torch.float64).requires_grad_(), 0.1 * torch.ones(2, 2, 4, dtype=torch.float64)
     texts = (cell_text(cell, cell.arrays), config_text(NewtonConfig(segment_len=3)))
-    given = (x, h0.requires_grad_(), None, arrays, *texts, "")
+    given = (x, h0.requires_grad_(), None, arrays, *texts, "", None, None, None)
     torch.library.opcheck(torch.ops.pararnn.solve.default, given)
     states = newton_apply(cell, x, h0=h0).detach()
     still = [a.detach() for a in arrays]
-    given = (torch.ones_like(states), states, x.detach(), h0.detach(), None, still, *texts)
+    given = (torch.ones_like(states), states, x.detach(), h0.detach(), None, still, *texts, None, None, None)
     torch.library.opcheck(torch.ops.pararnn.pull_back.default, given)
 
 

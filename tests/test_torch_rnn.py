@@ -288,8 +288,8 @@ def test_input_that_does_not_fit(training):
     ]:
         with pytest.raises(error, match=sentence):
             rnn(x)
-    with pytest.raises(NotImplementedError, match=r"cu_seqlens.*not supported yet"):
-        rnn(x_of(1, 4, 3), cu_seqlens=torch.tensor([0, 2, 4]))
+    with pytest.raises(ValueError, match=r"cu_seqlens must be \[0, .*, 4\]"):
+        rnn(x_of(1, 4, 3), cu_seqlens=torch.tensor([0, 2, 5]))
 
 
 @pytest.mark.parametrize(

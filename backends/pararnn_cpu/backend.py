@@ -30,6 +30,8 @@ WORTH_COMPILING_US = 5000.0
 class CpuBackend(Backend):
     """Compiled loops. ``exact`` calls the C library's functions instead of vectorised ones (slower)."""
 
+    packs = True
+
     def __init__(self, exact: bool = False) -> None:
         self.exact = exact
         self.name = "cpu_exact" if exact else "cpu"
@@ -58,7 +60,7 @@ class CpuBackend(Backend):
         plain = namespace_name(problem.xp) == "numpy"
         other = UfuncEngine(problem.xp) if plain else ArrayEngine(problem.xp)
         batch, time, _, width = problem.shape
-        us = time * step_us(programs_of(problem.cell).advance, batch * width, other.costs)
+        us = time * step_us(programs_of(problem.cell, marks=problem.marks).advance, batch * width, other.costs)
         if us >= WORTH_COMPILING_US:
             # Segments may be faster than the loop.
             free = problem.config.replace(segment_len=None, chunk_len=None)
@@ -121,7 +123,9 @@ class CpuBackend(Backend):
     def _cut(self, problem: Problem) -> Cut | None:
         """How the compiled loop is cut into segments, None if it is not."""
         config = problem.config
-        if self.exact or not _free(problem) or config.segment_len is not None or config.chunk_len is not None:
+        if self.exact or problem.packed or not _free(problem):
+            return None
+        if config.segment_len is not None or config.chunk_len is not None:
             return None
         return cut_of(problem)
 

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from pararnn.adjoint import Gradients, collect_gradients
+from pararnn.adjoint import Gradients, collect_gradients, starts_gradient
 from pararnn.arrays import dtype_name
 from pararnn.problem import Problem
 from pararnn.programs import programs_of
@@ -55,6 +55,26 @@ class Parts:
         """The slots before the first step, in arrays that may be written."""
         return [np.array(s, dtype=self.work, order="C") for s in self.problem.start()]
 
+    def marks(self, steps: slice) -> list[np.ndarray]:
+        """Heads, the starts that they load, and padding, of some steps, each (B, steps, D)."""
+        problem, rows = self.problem, []
+        batch, count, width = problem.shape[0], steps.stop - steps.start, problem.cell.d_h
+
+        def spread(a: np.ndarray) -> np.ndarray:
+            out = np.empty((batch, count, width), self.work)
+            out[...] = a[:, steps, None]
+            return out
+
+        if problem.head is not None:
+            rows.append(spread(problem.head >= 0))
+            if problem.starts is not None:
+                starts = np.asarray(problem.starts, dtype=self.work).reshape(-1, problem.cell.state_slots, width)
+                which = np.maximum(problem.head[:, steps], 0)
+                rows += [np.take(starts[:, s], which, axis=0) for s in range(problem.cell.state_slots)]
+        if problem.hold is not None:
+            rows.append(spread(problem.hold))
+        return rows
+
     def stretches(self, numbers: int) -> list[slice]:
         """Time cut so that `numbers` per batch and step stay within STRETCH_BYTES."""
         batch, time, _, _ = self.problem.shape
@@ -67,12 +87,14 @@ def run_forward(problem: Problem, exact: bool) -> np.ndarray:
     parts = Parts(problem, 0)
     states = aligned(problem.state_shape, parts.work)
     carry = parts.start()
-    whole = problem.x.dtype == parts.work
-    for part in [slice(0, problem.shape[1])] if whole else parts.stretches(problem.shape[2]):
+    whole = problem.x.dtype == parts.work and not problem.packed
+    programs = programs_of(problem.cell, marks=problem.marks)
+    copied = problem.shape[2] + (len(programs.gate_names) - len(programs.gates)) * problem.cell.d_h
+    for part in [slice(0, problem.shape[1])] if whole else parts.stretches(copied):
         inputs = np.asarray(problem.x[:, part], dtype=parts.work)
         kept = [s[:, part] for s in problem.slots_of(states)]
-        operands = Operands(carry, (), parts.params, kept, inputs=inputs)
-        run_loop(programs_of(problem.cell).advance, [operands], projection=parts.projection, exact=exact)
+        operands = Operands(carry, parts.marks(part), parts.params, kept, inputs=inputs)
+        run_loop(programs.advance, [operands], projection=parts.projection, exact=exact)
     return states.astype(problem.dtype, copy=False)
 
 
@@ -82,10 +104,12 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     parts = Parts(problem, size)
     batch, _, features, width = problem.shape
     gates, work = len(cell.gates), parts.work
-    loop = programs_of(cell).back_propagate
+    programs = programs_of(cell, marks=problem.marks)
+    loop, drawn = programs.back_propagate, gates + len(programs.start_names)
     slots, given = (problem.slots_of(np.asarray(a, dtype=work)) for a in (states, cotangent))
     future = [np.zeros((batch, width), work) for _ in range(size)]
-    sums = [np.zeros((batch, width), work) for _ in range(len(parts.params) + gates)]
+    sums = [np.zeros((batch, width), work) for _ in range(len(parts.params) + drawn)]
+    begun = [np.empty((batch, problem.shape[1], width), work) for _ in programs.start_names]
     d_x, d_weight = aligned(problem.x.shape, work), np.zeros((gates * width, features), work)
     stretches = parts.stretches(gates * width + features)
     buffer = _borrow(batch * max((s.stop - s.start for s in stretches), default=0) * gates * width * work.itemsize)
@@ -93,6 +117,7 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
         inputs = lanes_first(problem.x[:, part], work)
         shape = (batch, part.stop - part.start, gates, width)
         d_gates = buffer[: math.prod(shape) * work.itemsize].view(work).reshape(shape)
+        marks = parts.marks(part)
         # The state before the very first step is not among the states.
         first = max(part.start, 1)
         pieces = [(slice(first, part.stop), [s[:, first - 1 : part.stop - 1] for s in slots])]
@@ -101,8 +126,9 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
         runs = []
         for steps, previous in pieces:
             local = slice(steps.start - part.start, steps.stop - part.start)
-            rows = [lanes_first(r, work) for r in (*previous, *(c[:, steps] for c in given))]
-            stored = [d_gates[:, local, g] for g in range(gates)]
+            told = [m[:, local] for m in marks]
+            rows = [lanes_first(r, work) for r in (*previous, *told, *(c[:, steps] for c in given))]
+            stored = [d_gates[:, local, g] for g in range(gates)] + [b[:, steps] for b in begun]
             runs.append(Operands(future, rows, parts.params, (), stored, sums, inputs[:, local]))
         run_loop(loop, runs, projection=parts.projection, reverse=True, add_stored=True, exact=exact)
         flat = d_gates.reshape(batch, part.stop - part.start, gates * width)
@@ -111,6 +137,7 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     _give_back(buffer)
     totals = [s.sum(axis=0) for s in sums]
     count = len(parts.params)
-    grads = collect_gradients(problem, totals[:count], d_weight, np.concatenate(totals[count:]))
+    grads = collect_gradients(problem, totals[:count], d_weight, np.concatenate(totals[count : count + gates]))
+    starts = starts_gradient(problem, begun) if begun else None
     h0 = future[0] if size == 1 else np.stack(future, axis=1)
-    return Gradients(d_x.astype(problem.dtype, copy=False), grads, h0.astype(problem.dtype, copy=False))
+    return Gradients(d_x.astype(problem.dtype, copy=False), grads, h0.astype(problem.dtype, copy=False), starts=starts)

@@ -49,9 +49,15 @@ def numpy_problem(problem: Problem) -> tuple[Problem, Callable[[np.ndarray], Arr
         h0=view(problem.h0),
         guess=view(problem.guess),
         xp=resolve_namespace(None),
+        head=view(problem.head),
+        starts=view(problem.starts),
+        places=view(problem.places),
+        hold=view(problem.hold),
+        offsets=view(problem.offsets),
     )
     return seen, lambda a: torch.from_numpy(a).to(problem.dtype)
 
 
 def back_to_caller(grads: Gradients, give: Callable[[np.ndarray], Array]) -> Gradients:
-    return Gradients(give(grads.x), {name: give(a) for name, a in grads.params.items()}, give(grads.h0))
+    starts = None if grads.starts is None else give(grads.starts)
+    return Gradients(give(grads.x), {name: give(a) for name, a in grads.params.items()}, give(grads.h0), starts=starts)

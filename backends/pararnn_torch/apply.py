@@ -23,15 +23,16 @@ def newton_apply(
     h0: torch.Tensor | None = None,
     guess: torch.Tensor | None = None,
     stats: NewtonStats | None = None,
+    **packing: Any,
 ) -> torch.Tensor:
     """pararnn.newton_apply on tensors, with gradients for x, the cell's arrays and h0."""
     if torch.compiler.is_compiling():
         from pararnn_torch.compiled import compiled_solve
 
         wanted = NewtonConfig() if config is None else config
-        return compiled_solve(cell, cell.arrays, x, wanted, h0=h0, guess=guess)
+        return compiled_solve(cell, cell.arrays, x, wanted, h0=h0, guess=guess, **packing)
     x = as_cell(cell, x)
-    problem = checked_problem("newton_apply", cell, x, config, h0, guess, stats)
+    problem = checked_problem("newton_apply", cell, x, config, h0, guess, stats, **packing)
     if is_tracked(x, h0, *cell.arrays.values()):
         from pararnn_torch.autograd import tracked_solve
 
@@ -40,18 +41,18 @@ def newton_apply(
         return run_newton(untracked(problem), stats)
 
 
-def sequential_apply(cell: Any, x: torch.Tensor, h0: torch.Tensor | None = None) -> torch.Tensor:
+def sequential_apply(cell: Any, x: torch.Tensor, h0: torch.Tensor | None = None, **packing: Any) -> torch.Tensor:
     """pararnn.sequential_apply on tensors: a plain loop that autograd follows, however often it differentiates."""
     if torch.compiler.is_compiling():
         from pararnn_torch.compiled import SEQUENTIAL, compiled_solve
 
-        return compiled_solve(cell, cell.arrays, x, SEQUENTIAL, h0=h0)
+        return compiled_solve(cell, cell.arrays, x, SEQUENTIAL, h0=h0, **packing)
     x = as_cell(cell, x)
-    problem = make_problem("sequential_apply", cell, x, h0)
+    problem = make_problem("sequential_apply", cell, x, h0, **packing)
     if is_tracked(x, h0, *cell.arrays.values()):
         if not problem.shape[1]:
             # A loop without a step touches nothing, and autograd would not find its way back.
-            return newton_apply(cell, x, h0=h0)
+            return newton_apply(cell, x, h0=h0, **packing)
         problem = replace(problem, xp=_Differentiable(problem.xp))
     with apart(problem.device):
         return run_sequential(problem)
@@ -89,7 +90,7 @@ def apart(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def untracked(problem: Problem) -> Problem:
     """The problem on tensors that autograd does not watch."""
     cell = problem.cell
-    given = (problem.x, problem.h0, problem.guess, *cell.arrays.values())
+    given = (problem.x, problem.h0, problem.guess, problem.starts, *cell.arrays.values())
     if not any(a is not None and a.requires_grad for a in given):
         return problem
     arrays = {name: a.detach() for name, a in cell.arrays.items()}
@@ -99,6 +100,7 @@ def untracked(problem: Problem) -> Problem:
         x=problem.x.detach(),
         h0=None if problem.h0 is None else problem.h0.detach(),
         guess=None if problem.guess is None else problem.guess.detach(),
+        starts=None if problem.starts is None else problem.starts.detach(),
     )
 
 

@@ -6,8 +6,8 @@ whose derivative is refused, so that second derivatives are an error and never s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,8 @@ class Recipe:
     config: NewtonConfig
     xp: Any
     stats: NewtonStats | None = None
+    # What a packed problem has besides, all of it integers and truth values; its starts come in the place of h0.
+    packing: Mapping[str, Any] = field(default_factory=dict)
 
     def problem(
         self,
@@ -47,10 +49,13 @@ class Recipe:
         arrays: Sequence[torch.Tensor],
     ) -> Problem:
         """The problem on these tensors, none of them watched by autograd."""
+        of_documents = self.packing.get("documents") is not None
         named = {name: a.detach() for name, a in zip(self.names, arrays, strict=True)}
         cell = self.cell._copy(self.cell.max_recurrent_norm, named)
         h0 = None if h0 is None else h0.detach()
-        return Problem(cell, x.detach(), h0, self.config, None if guess is None else guess.detach(), self.xp)
+        guess = None if guess is None else guess.detach()
+        start, starts = (None, h0) if of_documents else (h0, None)
+        return Problem(cell, x.detach(), start, self.config, guess, self.xp, starts=starts, **self.packing)
 
 
 def without_arrays(cell: ChannelwiseCell) -> ChannelwiseCell:
@@ -61,8 +66,20 @@ def without_arrays(cell: ChannelwiseCell) -> ChannelwiseCell:
 def tracked_solve(problem: Problem, stats: NewtonStats | None) -> torch.Tensor:
     """The states of `problem` as a differentiable function of x, h0 and the cell's arrays."""
     cell = problem.cell
-    recipe = Recipe(without_arrays(cell), tuple(cell.arrays), problem.config, problem.xp, stats)
-    return _Solve.apply(recipe, problem.x, problem.h0, problem.guess, *cell.arrays.values())
+    packing: dict[str, Any] = {}
+    if problem.packed:
+        packing = {name: getattr(problem, name) for name in ("head", "places", "hold", "documents", "offsets")}
+    recipe = Recipe(without_arrays(cell), tuple(cell.arrays), problem.config, problem.xp, stats, packing)
+    start = problem.h0 if problem.documents is None else problem.starts
+    return _Solve.apply(recipe, problem.x, start, problem.guess, *cell.arrays.values())
+
+
+def refuse_mapped_packing(packed: bool) -> None:
+    if packed:
+        raise TypeError(
+            "newton_apply: vmap does not go over packed sequences (cu_seqlens, reset, mask); give all of them at once, "
+            "as more documents or more rows of the batch"
+        )
 
 
 def solved(problem: Problem, stats: NewtonStats | None = None) -> torch.Tensor:
@@ -106,6 +123,7 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], recipe: Recipe, x: Any, h0: Any, guess: Any, *arrays: Any) -> Any:
+        refuse_mapped_packing(bool(recipe.packing))
         run = partial(_Solve.apply, recipe)
         return mapped_solve(run, info.batch_size, (x, h0, guess, *arrays), dims[1:]), 0
 
@@ -119,7 +137,8 @@ class _PullBack(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         problem = recipe.problem(x, h0, guess, arrays)
         found = pulled_back(problem, solved(problem) if states is None else states, cotangent)
-        every = (found.x, found.h0, *(found.params[name] for name in recipe.names))
+        started = found.h0 if problem.documents is None else found.starts
+        every = (found.x, started, *(found.params[name] for name in recipe.names))
         like = (x, h0, *arrays)
         return tuple(g.to(a.dtype) for g, a, is_wanted in zip(every, like, wanted, strict=True) if is_wanted)
 
@@ -141,6 +160,7 @@ class _PullBack(torch.autograd.Function):
     ) -> tuple[Any, Any]:
         _, _, *dims_in = dims
         count = info.batch_size
+        refuse_mapped_packing(bool(recipe.packing))
         if any(wanted[2:]) or any(d is not None for d in dims_in[5:]):
             # A gradient of the parameters is a sum over the batch, so every sample needs its own.
             each = [_PullBack.apply(recipe, wanted, *picked(operands, dims_in, n)) for n in range(count)]

@@ -19,16 +19,19 @@ class TorchFront(Front):
     """The front for tensors; torch itself is imported with the first tensor, not with this package."""
 
     packages = ("torch",)
+    packs = True
 
-    def newton_apply(self, cell: Any, x: Array, config: Any, *, h0: Any, guess: Any, stats: Any) -> Array:
+    def newton_apply(
+        self, cell: Any, x: Array, config: Any, *, h0: Any, guess: Any, stats: Any, **packing: Any
+    ) -> Array:
         from pararnn_torch.apply import newton_apply
 
-        return newton_apply(cell, x, config, h0=h0, guess=guess, stats=stats)
+        return newton_apply(cell, x, config, h0=h0, guess=guess, stats=stats, **packing)
 
-    def sequential_apply(self, cell: Any, x: Array, h0: Any) -> Array:
+    def sequential_apply(self, cell: Any, x: Array, h0: Any, **packing: Any) -> Array:
         from pararnn_torch.apply import sequential_apply
 
-        return sequential_apply(cell, x, h0)
+        return sequential_apply(cell, x, h0, **packing)
 
     def untracked(self, problem: Problem) -> Problem:
         from pararnn_torch.apply import untracked

@@ -20,7 +20,7 @@ from pararnn.problem import Problem
 from pararnn.registry import choose
 from pararnn.stats import NewtonStats
 from pararnn_torch.apply import apart, untracked
-from pararnn_torch.autograd import ONLY_FIRST, pulled_back
+from pararnn_torch.autograd import ONLY_FIRST, pulled_back, refuse_mapped_packing
 from pararnn_torch.mapped import mapped_solve, picked
 from pararnn_torch.text import cell_text, config_text, read_cell, read_config
 
@@ -49,6 +49,9 @@ def compiled_solve(
     h0: torch.Tensor | None = None,
     guess: torch.Tensor | None = None,
     ticket: str = "",
+    cu_seqlens: Any = None,
+    reset: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The operator call for a solve of `cell`'s kind with these arrays; Dynamo traces this function."""
     if not isinstance(arrays["W_x.weight"], torch.Tensor):
@@ -58,7 +61,10 @@ def compiled_solve(
     if x.dtype != dtype and torch.is_autocast_enabled(x.device.type):
         x = x.to(dtype)
     text = config if isinstance(config, str) else config_text(config)
-    return torch.ops.pararnn.solve(x, h0, guess, list(arrays.values()), cell_text(cell, arrays), text, ticket)
+    if isinstance(cu_seqlens, (list, tuple)):
+        cu_seqlens = torch.tensor(cu_seqlens)
+    told = (cu_seqlens, reset, mask)
+    return torch.ops.pararnn.solve(x, h0, guess, list(arrays.values()), cell_text(cell, arrays), text, ticket, *told)
 
 
 def _problem(
@@ -68,15 +74,17 @@ def _problem(
     arrays: Sequence[torch.Tensor],
     cell: str,
     config: str,
+    told: Sequence[torch.Tensor | None],
 ) -> Problem:
     """The checked problem, which nothing watches."""
+    packing: dict[str, Any] = dict(zip(("cu_seqlens", "reset", "mask"), told, strict=True))
     blank, names = read_cell(cell)
     full = blank._copy(blank.max_recurrent_norm, dict(zip(names, arrays, strict=True)))
     if config == SEQUENTIAL:
         wanted = NewtonConfig(segment_len=max(1, x.shape[1]) if x.ndim == 3 else None)
     else:
         wanted = read_config(config)
-    return untracked(checked_problem("newton_apply", full, x, wanted, h0, guess))
+    return untracked(checked_problem("newton_apply", full, x, wanted, h0, guess, **packing))
 
 
 def _run(problem: Problem, stats: NewtonStats | None = None) -> torch.Tensor:
@@ -94,7 +102,8 @@ def _run(problem: Problem, stats: NewtonStats | None = None) -> torch.Tensor:
 @torch.library.custom_op(
     "pararnn::solve",
     mutates_args=(),
-    schema="(Tensor x, Tensor? h0, Tensor? guess, Tensor[] arrays, str cell, str config, str ticket) -> Tensor",
+    schema="(Tensor x, Tensor? h0, Tensor? guess, Tensor[] arrays, str cell, str config, str ticket, "
+    "Tensor? cu_seqlens, Tensor? reset, Tensor? mask) -> Tensor",
 )
 def solve(
     x: torch.Tensor,
@@ -104,9 +113,12 @@ def solve(
     cell: str,
     config: str,
     ticket: str,
+    cu_seqlens: torch.Tensor | None = None,
+    reset: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The states of a cell of kind `cell` with these arrays."""
-    problem = _problem(x, h0, guess, arrays, cell, config)
+    problem = _problem(x, h0, guess, arrays, cell, config, (cu_seqlens, reset, mask))
     stats = NewtonStats()
     states = _run(problem, stats)
     if (listener := _LISTENERS.get(ticket)) is not None:
@@ -123,6 +135,9 @@ def _(
     cell: str,
     config: str,
     ticket: str,
+    cu_seqlens: torch.Tensor | None = None,
+    reset: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if x.ndim != 3:
         raise ValueError(f"newton_apply: x must have 3 axes (B, T, I), got shape {tuple(x.shape)}")
@@ -134,7 +149,7 @@ def _(
     "pararnn::pull_back",
     mutates_args=(),
     schema="(Tensor cotangent, Tensor? states, Tensor x, Tensor? h0, Tensor? guess, Tensor[] arrays, str cell, "
-    "str config) -> Tensor[]",
+    "str config, Tensor? cu_seqlens, Tensor? reset, Tensor? mask) -> Tensor[]",
 )
 def pull_back(
     cotangent: torch.Tensor,
@@ -145,14 +160,18 @@ def pull_back(
     arrays: Sequence[torch.Tensor],
     cell: str,
     config: str,
+    cu_seqlens: torch.Tensor | None = None,
+    reset: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Gradients of x, h0 and the arrays; where there is no h0, something empty stands for its gradient."""
-    problem = _problem(x, h0, guess, arrays, cell, config)
+    problem = _problem(x, h0, guess, arrays, cell, config, (cu_seqlens, reset, mask))
     if config == SEQUENTIAL:
         # Whoever ran the loop, the adjoint of its states may run over segments.
         problem = replace(problem, config=NewtonConfig())
     found = pulled_back(problem, _run(problem) if states is None else states, cotangent)
-    grads = [found.x, x.new_empty(0) if h0 is None else found.h0, *(found.params[name] for name in problem.cell.arrays)]
+    started = found.h0 if problem.documents is None or found.starts is None else found.starts[: problem.documents]
+    grads = [found.x, x.new_empty(0) if h0 is None else started, *(found.params[name] for name in problem.cell.arrays)]
     return [g.to(a.dtype).contiguous() for g, a in zip(grads, (x, x if h0 is None else h0, *arrays), strict=True)]
 
 
@@ -166,22 +185,25 @@ def _(
     arrays: Sequence[torch.Tensor],
     cell: str,
     config: str,
+    cu_seqlens: torch.Tensor | None = None,
+    reset: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     return [a.new_empty(a.shape) for a in (x, x.new_empty(0) if h0 is None else h0, *arrays)]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, h0, guess, arrays, ctx.cell, ctx.config, _ticket = inputs
+    x, h0, guess, arrays, ctx.cell, ctx.config, _ticket, *told = inputs
     recompute = ctx.config != SEQUENTIAL and read_config(ctx.config).recompute
-    ctx.save_for_backward(x, h0, guess if recompute else None, None if recompute else output, *arrays)
+    ctx.save_for_backward(x, h0, guess if recompute else None, None if recompute else output, *told, *arrays)
 
 
 def _backward(ctx: Any, cotangent: torch.Tensor) -> tuple[Any, ...]:
-    x, h0, guess, states, *arrays = ctx.saved_tensors
+    x, h0, guess, states, cu_seqlens, reset, mask, *arrays = ctx.saved_tensors
     grad_x, grad_h0, *grads = torch.ops.pararnn.pull_back(
-        cotangent, states, x, h0, guess, arrays, ctx.cell, ctx.config
+        cotangent, states, x, h0, guess, arrays, ctx.cell, ctx.config, cu_seqlens, reset, mask
     )
-    return grad_x, None if h0 is None else grad_h0, None, grads, None, None, None
+    return grad_x, None if h0 is None else grad_h0, None, grads, *(None,) * 6
 
 
 def _refuse(ctx: Any, *cotangents: Any) -> Any:
@@ -192,23 +214,27 @@ solve.register_autograd(_backward, setup_context=_keep)
 pull_back.register_autograd(_refuse)
 
 
-def _solve_mapped(info: Any, dims: Any, x: Any, h0: Any, guess: Any, arrays: Any, *texts: str) -> tuple[Any, int]:
+def _solve_mapped(info: Any, dims: Any, x: Any, h0: Any, guess: Any, arrays: Any, *rest: Any) -> tuple[Any, int]:
+    texts, told = rest[:3], rest[3:]
+    refuse_mapped_packing(any(a is not None for a in told))
     operands, dims_in = (x, h0, guess, *arrays), (*dims[:3], *dims[3])
 
     def run(x: Any, h0: Any, guess: Any, *arrays: Any) -> torch.Tensor:
-        return torch.ops.pararnn.solve(x, h0, guess, list(arrays), *texts)
+        return torch.ops.pararnn.solve(x, h0, guess, list(arrays), *texts, None, None, None)
 
     return mapped_solve(run, info.batch_size, operands, dims_in), 0
 
 
 def _pull_back_mapped(
-    info: Any, dims: Any, cotangent: Any, states: Any, x: Any, h0: Any, guess: Any, arrays: Any, *texts: str
+    info: Any, dims: Any, cotangent: Any, states: Any, x: Any, h0: Any, guess: Any, arrays: Any, *rest: Any
 ) -> tuple[Any, Any]:
+    texts, told = rest[:2], rest[2:]
+    refuse_mapped_packing(any(a is not None for a in told))
     operands, dims_in = (cotangent, states, x, h0, guess, *arrays), (*dims[:5], *dims[5])
     each = []
     for n in range(info.batch_size):
         *front, last = [*picked(operands, dims_in, n)[:5], picked(operands, dims_in, n)[5:]]
-        each.append(torch.ops.pararnn.pull_back(*front, last, *texts))
+        each.append(torch.ops.pararnn.pull_back(*front, last, *texts, None, None, None))
     found = [torch.stack(column) for column in zip(*each, strict=True)]
     return found, [0] * len(found)
 

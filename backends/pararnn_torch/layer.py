@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -80,26 +82,36 @@ class CellLayer(nn.Module):
         return self.W_x.weight.dtype
 
     def forward(
-        self, x: torch.Tensor, h0: torch.Tensor | None = None, config: NewtonConfig | None = None, **drives: Any
+        self,
+        x: torch.Tensor,
+        h0: torch.Tensor | None = None,
+        config: NewtonConfig | None = None,
+        packing: Mapping[str, Any] = MappingProxyType({}),
+        **drives: Any,
     ) -> torch.Tensor:
         """The states; in parallel with a configuration, as a time loop without one."""
         if torch.compiler.is_compiling():
-            return self._compiled(x, h0, config, drives)
+            return self._compiled(x, h0, config, packing, drives)
         cell, x = with_drives("ParaRNN", self.cell, x, drives)
         stats = NewtonStats()
         if config is not None:
-            states = newton_apply(cell, x, config, h0=h0, stats=stats)
+            states = newton_apply(cell, x, config, h0=h0, stats=stats, **packing)
         else:
-            states = _time_loop(cell, x, h0, stats)
+            states = _time_loop(cell, x, h0, stats, packing)
         self.heard(stats)
         return states
 
     def _compiled(
-        self, x: torch.Tensor, h0: torch.Tensor | None, config: NewtonConfig | None, drives: dict[str, Any]
+        self,
+        x: torch.Tensor,
+        h0: torch.Tensor | None,
+        config: NewtonConfig | None,
+        packing: Mapping[str, Any],
+        drives: dict[str, Any],
     ) -> torch.Tensor:
         wanted = SEQUENTIAL if config is None else config
         arrays, x = joined_drives(self.kind, self.arrays(), x, drives)
-        return compiled_solve(self.driven_kind, arrays, x, wanted, h0=h0, ticket=self._ticket)
+        return compiled_solve(self.driven_kind, arrays, x, wanted, h0=h0, ticket=self._ticket, **packing)
 
     def heard(self, stats: NewtonStats) -> None:
         """Keeps what a solve reports."""
@@ -125,13 +137,15 @@ class CellLayer(nn.Module):
         return f"{type(kind).__name__}({kind.d_in}, {kind.d_h}, max_recurrent_norm={kind.max_recurrent_norm}{options})"
 
 
-def _time_loop(cell: ChannelwiseCell, x: torch.Tensor, h0: torch.Tensor | None, stats: NewtonStats) -> torch.Tensor:
+def _time_loop(
+    cell: ChannelwiseCell, x: torch.Tensor, h0: torch.Tensor | None, stats: NewtonStats, packing: Mapping[str, Any]
+) -> torch.Tensor:
     """The time loop: torch's own operations where autograd watches, else whatever the backend runs loops with."""
     if is_tracked(x, h0, *cell.arrays.values()):
         stats.fill(_EXACT)
-        return sequential_apply(cell, x, h0)
+        return sequential_apply(cell, x, h0, **packing)
     whole = NewtonConfig(segment_len=max(1, x.shape[1]) if x.ndim == 3 else None)
-    return newton_apply(cell, x, whole, h0=h0, stats=stats)
+    return newton_apply(cell, x, whole, h0=h0, stats=stats, **packing)
 
 
 _EXACT = NewtonStats(

@@ -8,12 +8,14 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+from array_api_compat import array_namespace
 from torch import nn
 
 from pararnn.arrays import namespace_name
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
 from pararnn.errors import AgreementError
+from pararnn.packing import Packing, given_packing, make_packing
 from pararnn.stats import NewtonStats
 from pararnn.verify import AgreementReport, verify_layers
 from pararnn_torch.apply import apart, autocasts
@@ -128,24 +130,36 @@ class ParaRNN(nn.Module):
         found = [layer.last_stats for layer in self._stack() if layer.last_stats is not None]
         return found[0] if len(found) == 1 else _worst(found) if found else None
 
-    def forward(self, x: torch.Tensor, h0: Any = None, cu_seqlens: torch.Tensor | None = None, **drives: Any) -> Any:
-        """The output (B, T, D), or the output and the hidden state."""
-        if cu_seqlens is not None:
-            raise NotImplementedError(
-                "ParaRNN: cu_seqlens (packed sequences) is not supported yet; give the sequences as a padded batch"
-            )
+    def forward(
+        self,
+        x: torch.Tensor,
+        h0: Any = None,
+        cu_seqlens: Any = None,
+        *,
+        reset: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        **drives: Any,
+    ) -> Any:
+        """The output (B, T, D), or the output and the hidden state.
+
+        ``cu_seqlens`` packs documents into x (1, T, I): each starts anew, h0 and the hidden state are the documents'
+        (N in the place of B). ``reset`` (B, T) is true where an episode begins, ``mask`` false at padding; both are
+        (T, B) without ``batch_first``. See pararnn.newton_apply.
+        """
         x = self._input(x)
         starts = self._starts(h0)
         drives = self._drives(drives)
+        packing = self._packing(x, cu_seqlens, reset, mask)
         parallel = self.solver == "newton" or (self.solver == "auto" and self.training)
         if parallel and self.config.verify_first_step:
-            self._check_first(x, starts, drives)
+            self._check_first(x, starts, {**packing, **drives})
         config = replace(self.config, verify_first_step=False) if parallel else None
         ends, y = [], x
         for k, (layer, start) in enumerate(zip(self._stack(), starts, strict=True)):
             own = {name: value for name, value in drives.items() if name in layer.kind.drives}
-            states = layer(y, start, config, **own)
-            ends.append(self._end(layer.kind, states, start))
+            states = layer(y, start, config, packing, **own)
+            if self.return_hidden:
+                ends.append(_ends(states, packing.get("cu_seqlens"), start))
             y = _hidden(layer.kind, states)
             if self.dropout and self.training and k + 1 < self.num_layers:
                 y = nn.functional.dropout(y, self.dropout)
@@ -153,6 +167,14 @@ class ParaRNN(nn.Module):
         if not self.batch_first:
             out = out.transpose(0, 1)
         return (out, self._outgoing(ends)) if self.return_hidden else out
+
+    def _packing(self, x: torch.Tensor, cu_seqlens: Any, reset: Any, mask: Any) -> dict[str, Any]:
+        """What a layer is told of packing; checked and brought to the device once for all layers."""
+        if not self.batch_first:
+            reset, mask = (m.transpose(0, 1) if isinstance(m, torch.Tensor) else m for m in (reset, mask))
+        if torch.compiler.is_compiling() or (cu_seqlens is None and reset is None and mask is None):
+            return given_packing(cu_seqlens=cu_seqlens, reset=reset, mask=mask)
+        return {"cu_seqlens": make_packing("ParaRNN", array_namespace(x), x, cu_seqlens, reset, mask)}
 
     def _input(self, x: Any) -> torch.Tensor:
         """x as (B, T, I) in the module's dtype, or a refusal."""
@@ -223,12 +245,6 @@ class ParaRNN(nn.Module):
         state = f"({', '.join(['B', *map(str, kind.state_shape)])})"
         return f"a tensor {state}" if self.num_layers == 1 else f"a list of {self.num_layers} states {state} or None"
 
-    def _end(self, kind: ChannelwiseCell, states: torch.Tensor, start: torch.Tensor | None) -> torch.Tensor:
-        """The last state; without a single step it is the starting one."""
-        if states.shape[1]:
-            return states[:, -1]
-        return states.new_zeros((states.shape[0], *kind.state_shape)) if start is None else start.to(states.dtype)
-
     def _outgoing(self, ends: list[torch.Tensor]) -> Any:
         if self.hidden_layout == "paper":
             return ends[-1]
@@ -238,11 +254,11 @@ class ParaRNN(nn.Module):
         whole = torch.stack(ends)
         return tuple(whole[:, :, s] for s in _hidden_first(kind))
 
-    def _check_first(self, x: torch.Tensor, starts: list[torch.Tensor | None], drives: dict[str, Any]) -> None:
+    def _check_first(self, x: torch.Tensor, starts: list[torch.Tensor | None], told: dict[str, Any]) -> None:
         """Once, the whole stack both ways; AgreementError where they differ (P03)."""
         if self._agreement_checked or torch.compiler.is_compiling():
             return
-        report = self._verify(x, self.config, starts, **drives)
+        report = self._verify(x, self.config, starts, **told)
         if not report.ok:
             raise AgreementError(f"ParaRNN, first parallel forward: {report}", report)
         self._agreement_checked = True
@@ -255,14 +271,23 @@ class ParaRNN(nn.Module):
             return verify_layers([layer.cell for layer in self._stack()], x, plain, starts, **options)
 
     def verify_agreement(
-        self, x: torch.Tensor, *, config: NewtonConfig | None = None, h0: Any = None, **options: Any
+        self,
+        x: torch.Tensor,
+        *,
+        config: NewtonConfig | None = None,
+        h0: Any = None,
+        cu_seqlens: Any = None,
+        reset: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
+        **options: Any,
     ) -> AgreementReport:
         """What :func:`pararnn.verify_agreement` does with a ParaRNN: all layers, in parallel and as time loops.
 
-        Uses the module's own configuration unless one is given; ``h0`` as for forward.
+        Uses the module's own configuration unless one is given; ``h0`` and the packing as for forward.
         """
-        wanted = self.config if config is None else config
-        return self._verify(self._input(x), wanted, self._starts(h0), **options)
+        wanted, x = self.config if config is None else config, self._input(x)
+        packing = self._packing(x, cu_seqlens, reset, mask)
+        return self._verify(x, wanted, self._starts(h0), **packing, **options)
 
     def reset_agreement_check(self) -> None:
         """Has ``verify_first_step`` check the next parallel forward again."""
@@ -275,6 +300,21 @@ class ParaRNN(nn.Module):
 
     def extra_repr(self) -> str:
         return ", ".join(f"{k}={getattr(self, k)!r}" for k, usual in _USUAL.items() if getattr(self, k) != usual)
+
+
+def _ends(states: torch.Tensor, cu_seqlens: Any, start: torch.Tensor | None) -> torch.Tensor:
+    """Final states by sequence or document, in operations that a compiler may trace."""
+    offsets = cu_seqlens.offsets if isinstance(cu_seqlens, Packing) else cu_seqlens
+    count = states.shape[0] if offsets is None else len(offsets) - 1
+    empty = states.new_zeros((count, *states.shape[2:])) if start is None else start.to(states.dtype)
+    if not states.shape[1]:
+        return empty
+    if offsets is None:
+        return states[:, -1]
+    offsets = torch.as_tensor(offsets, device=states.device)
+    begin, end = offsets[:-1], offsets[1:]
+    last = states[0].index_select(0, (end - 1).clamp_min(0))
+    return torch.where((end > begin).reshape(-1, *(1,) * (states.ndim - 2)), last, empty)
 
 
 def _cells(cell: Any, num_layers: int) -> list[ChannelwiseCell]:

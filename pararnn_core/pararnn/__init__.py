@@ -39,6 +39,7 @@ from pararnn.errors import (
 from pararnn.explain import Explanation, explain
 from pararnn.k_star import auto_newton_iters
 from pararnn.newton import newton_apply, newton_vjp
+from pararnn.packing import final_states
 from pararnn.registry import backends, register_backend
 from pararnn.sequential import sequential_apply
 from pararnn.stats import NewtonStats
@@ -85,6 +86,7 @@ __all__ = [
     "default_agreement_atol",
     "distributed",
     "explain",
+    "final_states",
     "linear_attention",
     "newton_apply",
     "newton_vjp",

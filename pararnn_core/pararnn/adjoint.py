@@ -29,20 +29,22 @@ class Gradients:
     Attributes:
         x: (B, T, I).
         params: by stored array name ('a_z', 'R', 'W_x.weight', 'W_x.bias', …), shaped like the arrays.
-        h0: (B, D) or (B, S, D).
+        h0: (B, D) or (B, S, D); with ``cu_seqlens`` those of the documents, (N, …).
         drives: by name, (B, T); empty for cells without.
+        starts: of the problem's own rows of starting states, where it has any.
     """
 
     x: Array
     params: dict[str, Array]
     h0: Array
     drives: dict[str, Array] = field(default_factory=dict)
+    starts: Array | None = None
 
 
 def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: Array) -> Gradients:
     """Gradients of Σ cotangent · states for a solved trajectory; everything in public coordinates."""
     xp, cell = problem.xp, problem.cell
-    programs = programs_of(cell)
+    programs = programs_of(cell, marks=problem.marks)
     batch, time, features, width = problem.shape
     item = 8 if dtype_name(problem.work_dtype) == "float64" else 4
     plan = make_plan(
@@ -66,6 +68,7 @@ def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: A
         weight_sums = [xp.zeros((width, features), **kind) for _ in cell.gates]
         bias_sums = [xp.zeros((width,), **kind) for _ in cell.gates]
         writer = engine.writer((batch, time, features), problem.dtype, problem.x)
+        begun = [engine.writer((batch, time, width), problem.work_dtype, problem.x) for _ in programs.start_names]
         slots = problem.slots_of(states)
         cotangents = problem.slots_of(cotangent)
         for window in reversed(windows):
@@ -77,21 +80,37 @@ def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: A
                 rows_of(xp, cast(xp, c[:, window.start : window.stop, :], problem.work_dtype), window)
                 for c in cotangents
             ]
-            future, mu = _sweep(engine, programs, window, [*previous, *gates], params, given, future)
+            future, mu = _sweep(engine, programs, window, previous, gates, params, given, future)
             leaves = engine.loop(programs.leaf_cotangents, [], [*previous, *gates, *mu], params)
             sums = [s + _per_channel(xp, t, width) for s, t in zip(sums, leaves.totals, strict=True)]
             x_rows = None
-            for g, rows in enumerate(leaves.stored):
+            for g, rows in enumerate(leaves.stored[: len(cell.gates)]):
                 flat = xp.reshape(rows, (-1, width))
                 part = flat @ weight[g * width : (g + 1) * width, :]
                 x_rows = part if x_rows is None else x_rows + part
                 weight_sums[g] = weight_sums[g] + xp.matrix_transpose(flat) @ inputs
                 bias_sums[g] = bias_sums[g] + xp.sum(flat, axis=0)
             writer.write(window.start, [times_of(xp, xp.reshape(x_rows, (window.length, -1)), window)])
+            for start, rows in zip(begun, leaves.stored[len(cell.gates) :], strict=True):
+                start.write(window.start, [times_of(xp, rows, window)])
         grads = collect_gradients(problem, sums, xp.concat(weight_sums), xp.concat(bias_sums))
         h0 = [xp.reshape(v, (batch, width)) for v in future]
         h0_grad = h0[0] if len(h0) == 1 else xp.stack(h0, axis=1)
-    return Gradients(writer.finish(), grads, cast(xp, h0_grad, problem.dtype))
+        starts = starts_gradient(problem, [w.finish() for w in begun]) if begun else None
+    return Gradients(writer.finish(), grads, cast(xp, h0_grad, problem.dtype), starts=starts)
+
+
+def starts_gradient(problem: Problem, begun: list[Array]) -> Array:
+    """The gradient of ``problem.starts`` from the cotangents at every step's start, by slot (B, T, D)."""
+    xp, places = problem.xp, problem.places
+    assert places is not None and problem.head is not None
+    # A start that no step loads (an empty document's, or one that a reset took the place of) has no gradient.
+    at = xp.where(places < 0, xp.zeros_like(places), places)
+    number = xp.astype(xp.arange(places.shape[0], device=device(places)), problem.head.dtype)
+    loaded = (places >= 0) & (xp.take(xp.reshape(problem.head, (-1,)), at) == number)
+    slots = [xp.take(xp.reshape(rows, (-1, problem.cell.d_h)), at, axis=0) for rows in begun]
+    slots = [xp.where(xp.expand_dims(loaded, axis=1), s, xp.zeros_like(s)) for s in slots]
+    return cast(xp, slots[0] if len(slots) == 1 else xp.stack(slots, axis=1), problem.dtype)
 
 
 def _previous_rows(problem: Problem, slots: list[Array], window: Window) -> list[Array]:
@@ -111,19 +130,21 @@ def _sweep(
     engine: ArrayEngine,
     programs,
     window: Window,
-    operands: list[Array],
+    previous: list[Array],
+    gates: list[Array],
     params: list[Array],
     given: list[Array],
     future: list[Array],
 ) -> tuple[list[Array], list[Array]]:
     """ν before the window by slot (m,), and μ by slot (L, C·m)."""
     xp = engine.xp
-    jac = engine.loop(programs.jacobians, [], operands, params).stored
+    jac = engine.loop(programs.jacobians, [], [*previous, *gates], params).stored
+    jac += [rows for name, rows in zip(programs.gate_names, gates, strict=True) if name in programs.condition_names]
     if window.segments == 1:
         out = engine.loop(programs.adjoint, future, [*jac, *given], [], reverse=True)
         return out.carry, out.stored
     one, zero = xp.ones_like(given[0][0, :]), xp.zeros_like(given[0][0, :])
-    carry = [one if i == j else zero for i, j in programs.n.where] + [zero] * programs.size
+    carry = [one if i == j else zero for i, j in programs.n.where] + [zero] * (programs.size + len(programs.cut_names))
     maps = engine.loop(programs.adjoint_affine, carry, [*jac, *given], [], reverse=True).carry
     grid = (window.segments, window.channels)
     joined = engine.loop(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from pararnn.adjoint import Gradients, pull_back
+from pararnn.apart import pull_back_apart, solve_apart
 from pararnn.arrays import Array
 from pararnn.engine import ArrayEngine
 from pararnn.front import Front
@@ -34,6 +35,9 @@ class Backend:
     priority = 0
     # What its array library takes part in, if anything: autograd, transformations, compilers.
     front: Front | None = None
+    # Whether it solves packed problems (head, starts, hold). None: if it runs them with the solver and the adjoint of
+    # this class, which do.
+    packs: bool | None = None
     # Public names that need it, loaded on first use from "module:object": {"ParaRNN": "my_package.layers:ParaRNN"}.
     offers: Mapping[str, str] = MappingProxyType({})
 
@@ -58,11 +62,14 @@ class Backend:
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         """States (B, T, …) and stats."""
         if problem.cell.family == "mixing":
-            states, stats = solve_mixing(problem)
+            states, stats = solve_apart(problem, solve_mixing) if problem.packed else solve_mixing(problem)
             stats.scan_backend = self.name
             return states, stats
         engine, pinned = self.engine(problem), pinned_per_step(problem)
-        if pinned is not None:
+        if pinned is not None and problem.packed:
+            # A scan over single steps multiplies with zero at a head, and 0 · NaN would pass it.
+            states, stats = solve_apart(problem, lambda p: solve_per_step(p, engine, pinned))
+        elif pinned is not None:
             states, stats = solve_per_step(problem, engine, pinned)
         else:
             states, stats = solve(problem, engine)
@@ -72,6 +79,8 @@ class Backend:
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
         """Gradients of Σ cotangent · states."""
         if problem.cell.family == "mixing":
+            if problem.packed:
+                return pull_back_apart(problem, pull_back_mixing, states, cotangent)
             return pull_back_mixing(problem, states, cotangent)
         return pull_back(problem, self.engine(problem), states, cotangent)
 
@@ -97,6 +106,18 @@ class Backend:
             "passes": likely if (k := config.pinned(problem.shape[1])) is None else k + 1,
             "reason": plan.reason,
         }
+
+
+def refuse_packed(backend: Backend, problem: Problem) -> str | None:
+    """A backend that does not know of packing would run one document into the next."""
+    if not problem.packed:
+        return None
+    packs = getattr(backend, "packs", None)
+    if packs is None:
+        kind = type(backend)
+        inherited = getattr(kind, "newton", None) is Backend.newton
+        packs = inherited and getattr(kind, "pull_back", None) is Backend.pull_back
+    return None if packs else "it does not take packed sequences (cu_seqlens, reset, mask)"
 
 
 def pinned_per_step(problem: Problem) -> int | None:

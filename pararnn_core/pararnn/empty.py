@@ -33,4 +33,6 @@ class NothingToDo(Backend):
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
         xp, cell = problem.xp, problem.cell
         h0 = xp.zeros((problem.shape[0], *cell.state_shape), dtype=problem.dtype, device=problem.device)
-        return Gradients(xp.zeros_like(problem.x), {n: xp.zeros_like(a) for n, a in cell.arrays.items()}, h0)
+        starts = None if problem.starts is None else xp.zeros_like(problem.starts)
+        params = {n: xp.zeros_like(a) for n, a in cell.arrays.items()}
+        return Gradients(xp.zeros_like(problem.x), params, h0, starts=starts)

@@ -53,7 +53,15 @@ class Explanation:
 
 
 def explain(
-    cell: Any, x: Array, config: NewtonConfig | None = None, *, h0: Array | None = None, **drives: Any
+    cell: Any,
+    x: Array,
+    config: NewtonConfig | None = None,
+    *,
+    h0: Array | None = None,
+    cu_seqlens: Any = None,
+    reset: Array | None = None,
+    mask: Array | None = None,
+    **drives: Any,
 ) -> Explanation:
     """Which backend and path `newton_apply` would take for this problem, in a few sentences.
 
@@ -66,7 +74,7 @@ def explain(
     'sequential'
     """
     cell, x = with_drives("explain", cell, x, drives)
-    problem = make_problem("explain", cell, x, h0, config)
+    problem = make_problem("explain", cell, x, h0, config, cu_seqlens=cu_seqlens, reset=reset, mask=mask)
     front = front_of(x)
     if front is not None:
         # As in the solve itself, which no autograd watches.

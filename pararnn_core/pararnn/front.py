@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pararnn.arrays import Array
+from pararnn.packing import given_packing
 
 if TYPE_CHECKING:
     from pararnn.config import NewtonConfig
@@ -21,6 +22,8 @@ class Front:
 
     # Top-level packages that define the library's array types.
     packages: tuple[str, ...] = ()
+    # Whether its functions also take cu_seqlens, reset and mask, by these names.
+    packs = False
 
     def newton_apply(
         self,
@@ -44,6 +47,21 @@ class Front:
     def untracked(self, problem: Problem) -> Problem:
         """The same numbers, cut off from automatic differentiation."""
         return problem
+
+
+def told(front: Front, **packing: Any) -> dict[str, Any]:
+    """What of cu_seqlens, reset and mask was given, for a front that takes them.
+
+    Raises:
+        TypeError: the front does not.
+    """
+    given = given_packing(**packing)
+    if given and not front.packs:
+        raise TypeError(
+            f"{type(front).__name__} does not take {', '.join(given)} yet; run each sequence by itself, or as NumPy "
+            "arrays"
+        )
+    return given
 
 
 # By package; filled when backends are found or registered.

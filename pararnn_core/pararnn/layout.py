@@ -49,7 +49,7 @@ def input_rows(problem: Problem, window: Window) -> Array:
 
 
 def gate_rows(problem: Problem, window: Window, inputs: Array) -> list[Array]:
-    """Each gate's projection W_g x + b_g as (L, C·B·D)."""
+    """What a step reads, each as (L, C·B·D): the gates' projections W_g x + b_g, and the problem's marks."""
     xp, cell, width = problem.xp, problem.cell, window.width
     weight, bias = (cast(xp, a, problem.work_dtype) for a in cell.W_x)
     rows = []
@@ -58,6 +58,27 @@ def gate_rows(problem: Problem, window: Window, inputs: Array) -> list[Array]:
         made = inputs @ xp.matrix_transpose(weight[part, :])
         made += bias[part]
         rows.append(xp.reshape(made, (window.length, -1)))
+    return rows + mark_rows(problem, window)
+
+
+def mark_rows(problem: Problem, window: Window) -> list[Array]:
+    """Heads, the starts that they load, and padding, as rows (L, C·B·D) in the order of the programs."""
+    xp, rows = problem.xp, []
+    batch, steps = window.batch, window.stop - window.start
+
+    def spread(a: Array) -> Array:
+        return rows_of(xp, xp.broadcast_to(cast(xp, a, problem.work_dtype), (batch, steps, window.width)), window)
+
+    if problem.head is not None:
+        head = problem.head[:, window.start : window.stop]
+        rows.append(spread(xp.expand_dims(head >= 0, axis=2)))
+        if problem.starts is not None:
+            which = xp.reshape(xp.where(head < 0, xp.zeros_like(head), head), (-1,))
+            loaded = xp.take(cast(xp, problem.starts, problem.work_dtype), which, axis=0)
+            slots = xp.reshape(loaded, (batch, steps, problem.cell.state_slots, window.width))
+            rows += [spread(slots[:, :, s, :]) for s in range(problem.cell.state_slots)]
+    if problem.hold is not None:
+        rows.append(spread(xp.expand_dims(problem.hold[:, window.start : window.stop], axis=2)))
     return rows
 
 

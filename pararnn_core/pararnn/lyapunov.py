@@ -25,7 +25,7 @@ def largest_exponent(problem: Problem, states: Array, engine: ArrayEngine) -> fl
     parallel method helps. Source: Gonzalez et al. 2025 (arXiv 2508.16817), section 3.
     """
     xp = problem.xp
-    programs = programs_of(problem.cell)
+    programs = programs_of(problem.cell, marks=problem.marks)
     batch, time, _, width = problem.shape
     length = min(STEPS, time)
     with quiet(xp):
@@ -43,15 +43,20 @@ def largest_exponent(problem: Problem, states: Array, engine: ArrayEngine) -> fl
         grid = (window.segments, window.channels)
         entries = [xp.reshape(a, grid) for a in out.carry[programs.size : programs.size + len(identity)]]
         vector = [xp.ones_like(entries[0][0, :])] * programs.size
-        total = xp.zeros_like(vector[0])
+        total, counted = xp.zeros_like(vector[0]), xp.zeros_like(vector[0])
         for c in range(window.segments):
             moved = [xp.zeros_like(total)] * programs.size
             for (i, j), entry in zip(programs.m.where, entries, strict=True):
                 moved[i] = moved[i] + entry[c, :] * vector[j]
             size = sum((xp.abs(v) for v in moved[1:]), xp.abs(moved[0]))
-            total = total + xp.log(size)
             # Where a segment has forgotten everything, any direction serves to go on.
             gone = size == 0.0
+            if problem.head is None:
+                total, counted = total + xp.log(size), counted + window.length
+            else:
+                # A new start forgets by decree, which says nothing of the network.
+                total = total + xp.where(gone, xp.zeros_like(size), xp.log(size))
+                counted = counted + xp.where(gone, xp.zeros_like(size), xp.full_like(size, float(window.length)))
             vector = [xp.where(gone, xp.ones_like(v), v / xp.where(gone, xp.ones_like(size), size)) for v in moved]
-        exponent = float(xp.max(total)) / window.stop
+        exponent = float(xp.max(total / counted))
     return exponent if not math.isnan(exponent) else math.nan

@@ -14,7 +14,8 @@ from pararnn.arrays import FLOATS, Array, cast, common_namespace, dtype_name
 from pararnn.config import NewtonConfig
 from pararnn.drives import split_drives, with_drives
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
-from pararnn.front import adopted, front_of
+from pararnn.front import adopted, front_of, told
+from pararnn.packing import spread_last
 from pararnn.problem import Problem, make_problem
 from pararnn.registry import choose
 from pararnn.stats import NewtonStats
@@ -34,6 +35,9 @@ def newton_apply(
     h0: Array | None = None,
     guess: Array | None = None,
     stats: NewtonStats | None = None,
+    cu_seqlens: Any = None,
+    reset: Array | None = None,
+    mask: Array | None = None,
     **drives: Any,
 ) -> Array:
     """The states of `cell` on `x`, computed in parallel over time and equal to the time loop's.
@@ -55,6 +59,11 @@ def newton_apply(
         h0: (B, D), or (B, S, D) for S slots; zeros if None.
         guess: (B, T, …) like the result: states to start from, for instance those of a similar input.
         stats: filled with what was done and how far to trust it.
+        cu_seqlens: offsets [0, end of document 1, …, T] of N documents that follow one another in x (1, T, I); every
+            document starts anew, from its row of an h0 (N, …). A list, tuple or array of integers; a document may be
+            empty. See ``docs/packing.md``, final_states, and the two that follow.
+        reset: (B, T), true where the state is zero again before the step (an episode begins).
+        mask: (B, T), false where a step is padding: the state stays as it is.
         drives: per-step inputs of cells that have them, as ``dt`` of ParaCfC: a number, (B,) or (B, T).
 
     Returns:
@@ -78,8 +87,11 @@ def newton_apply(
     cell, x = with_drives("newton_apply", cell, x, drives)
     front = front_of(x)
     if front is not None:
-        return front.newton_apply(cell, x, config, h0=h0, guess=guess, stats=stats)
-    problem = checked_problem("newton_apply", cell, x, config, h0, guess, stats)
+        packing = told(front, cu_seqlens=cu_seqlens, reset=reset, mask=mask)
+        return front.newton_apply(cell, x, config, h0=h0, guess=guess, stats=stats, **packing)
+    problem = checked_problem(
+        "newton_apply", cell, x, config, h0, guess, stats, cu_seqlens=cu_seqlens, reset=reset, mask=mask
+    )
     if getattr(x, "requires_grad", False) or any(getattr(a, "requires_grad", False) for a in cell.arrays.values()):
         raise TypeError(
             "newton_apply: these tensors require grad, and the array path has no autograd; "
@@ -96,9 +108,10 @@ def checked_problem(
     h0: Array | None,
     guess: Array | None = None,
     stats: NewtonStats | None = None,
+    **packing: Any,
 ) -> Problem:
     """The problem of a public call, refused here if anything about it does not fit."""
-    problem = make_problem(what, cell, x, h0, config, guess)
+    problem = make_problem(what, cell, x, h0, config, guess, **packing)
     if stats is not None and not isinstance(stats, NewtonStats):
         raise TypeError(f"{what}: stats must be a NewtonStats to be filled, got {type(stats).__name__}")
     if problem.config.verify_first_step:
@@ -148,6 +161,9 @@ def newton_vjp(
     h0: Array | None = None,
     *,
     stats: NewtonStats | None = None,
+    cu_seqlens: Any = None,
+    reset: Array | None = None,
+    mask: Array | None = None,
     **drives: Any,
 ) -> tuple[Array, Callable[..., Gradients]]:
     """The states of `cell` on `x`, and a function from their cotangent to gradients of x, parameters and h0.
@@ -158,7 +174,8 @@ def newton_vjp(
 
     For libraries without automatic differentiation. The pullback takes ``cotangent`` (B, T, …) for the states, or
     ``last`` (B, …) for the final state only, or both, and returns :class:`Gradients`. It may be called repeatedly.
-    ``config.recompute=True`` keeps no states for it and solves again. Drives are given as to newton_apply.
+    ``config.recompute=True`` keeps no states for it and solves again. With ``cu_seqlens`` ``last`` and the gradient of
+    h0 are (N, …), by document. Drives are given as to newton_apply.
 
     Raises:
         As newton_apply; the pullback raises ValueError for a cotangent of another shape.
@@ -175,7 +192,9 @@ def newton_vjp(
     """
     given = cell
     cell, x = with_drives("newton_vjp", cell, x, drives)
-    problem = checked_problem("newton_vjp", cell, x, config, h0, stats=stats)
+    problem = checked_problem(
+        "newton_vjp", cell, x, config, h0, stats=stats, cu_seqlens=cu_seqlens, reset=reset, mask=mask
+    )
     front = front_of(problem.x)
     if front is not None:
         # The caller asks for the gradient; an array library that watches would only get in the way.
@@ -185,25 +204,29 @@ def newton_vjp(
     kept = None if problem.config.recompute else states
 
     def pullback(cotangent: Array | None = None, *, last: Array | None = None) -> Gradients:
-        total = _whole_cotangent(problem, cotangent, last)
+        total, straight = _whole_cotangent(problem, cotangent, last)
         solved = run_newton(problem) if kept is None else kept
-        grads = choose(problem).backend.pull_back(replace(problem, guess=None), solved, total)
+        grads = choose(problem).backend.pull_back(replace(problem, guess=None).with_starts(), solved, total)
+        if problem.documents is not None:
+            assert grads.starts is not None
+            grads = replace(grads, h0=grads.starts[: problem.documents, ...], starts=None)
         grads = grads if given is cell else split_drives(given, grads)
         # Without a step the final state is h0 itself.
-        return grads if last is None or problem.shape[1] else replace(grads, h0=last)
+        return grads if straight is None else replace(grads, h0=grads.h0 + cast(problem.xp, straight, grads.h0.dtype))
 
     return states, pullback
 
 
-def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | None) -> Array:
-    """The cotangent of all states, with that of the last one added in."""
+def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | None) -> tuple[Array, Array | None]:
+    """The cotangent of all states, with that of the last ones added in; and what goes to h0 without a step."""
     xp, cotangent, last = problem.xp, adopted(cotangent), adopted(last)
+    ends = problem.shape[0] if problem.documents is None else problem.documents
     if cotangent is None and last is None:
         raise TypeError("pullback: give the states' cotangent, or last= for the final state's, or both")
     common_namespace("pullback", x=problem.x, cotangent=cotangent, last=last)
     for label, array, wanted in (
         ("cotangent", cotangent, problem.state_shape),
-        ("last", last, (problem.shape[0], *problem.cell.state_shape)),
+        ("last", last, (ends, *problem.cell.state_shape)),
     ):
         if array is None:
             continue
@@ -211,10 +234,15 @@ def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | No
             raise ValueError(f"pullback: {label} must have shape {wanted}, got {tuple(array.shape)}")
         if dtype_name(array.dtype) not in FLOATS:
             raise TypeError(f"pullback: {label} must be floating, got {dtype_name(array.dtype)}")
-    if last is None or problem.shape[1] == 0:
-        if cotangent is not None:
-            return cotangent
-        return xp.zeros(problem.state_shape, dtype=problem.work_dtype, device=problem.device)
+    if last is None:
+        assert cotangent is not None
+        return cotangent, None
+    if problem.documents is not None:
+        rows, straight = spread_last(xp, problem.offsets, problem.shape[1], cast(xp, last, problem.work_dtype))
+        return rows if cotangent is None else rows + cast(xp, cotangent, problem.work_dtype), straight
+    if problem.shape[1] == 0:
+        none = xp.zeros(problem.state_shape, dtype=problem.work_dtype, device=problem.device)
+        return none if cotangent is None else cotangent, last
     tail = xp.expand_dims(cast(xp, last, problem.work_dtype), axis=1)
     if cotangent is None:
         front = xp.zeros(
@@ -222,6 +250,6 @@ def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | No
             dtype=problem.work_dtype,
             device=problem.device,
         )
-        return xp.concat([front, tail], axis=1)
+        return xp.concat([front, tail], axis=1), None
     given = cast(xp, cotangent, problem.work_dtype)
-    return xp.concat([given[:, :-1, ...], given[:, -1:, ...] + tail], axis=1)
+    return xp.concat([given[:, :-1, ...], given[:, -1:, ...] + tail], axis=1), None

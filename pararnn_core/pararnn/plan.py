@@ -80,10 +80,10 @@ def make_plan(
     backward: bool = False,
 ) -> Plan:
     """The cheapest predicted way through `time` steps of `lanes` independent channels (B·D)."""
-    row_arrays = len(programs.gates) + 2 * programs.size
+    row_arrays = len(programs.gate_names) + 2 * programs.size
     if backward:
         # The sweeps hold Jacobian entries and the gates' cotangents too.
-        row_arrays += len(programs.gates) + programs.size + len(programs.j.flat)
+        row_arrays += len(programs.gate_names) + programs.size + len(programs.j.flat)
     if time <= 1 or (segment_len is not None and segment_len >= time):
         return Plan("sequential", max(time, 1), 1, "one segment covers the whole sequence", 0.0)
     if segment_len is not None:
@@ -138,7 +138,7 @@ def _segments_us(
         # After a full warm-up most channels need the plain pass only; after a short one all need tangents, twice.
         extra = 0.5 if before >= DEFAULT_WARMUP else 2.0
         one = before * plain + length * (plain + extra * tangent) + (1.0 + extra) * count * per_joint
-    moved = len(programs.gates) + programs.size
+    moved = len(programs.gate_names) + programs.size
     one += length * wide * moved * 1e-3 * costs.layout_ns + costs.window_us
     windows = time / (length * count)
     leftover = (time % length) * step_us(programs.advance, lanes, costs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import array_api_compat
@@ -11,11 +11,19 @@ from pararnn.arrays import FLOATS, Array, Namespace, cast, common_namespace, com
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
 from pararnn.front import adopted
+from pararnn.packing import Packing, make_packing
+from pararnn.programs import Marks
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything a backend needs; shapes are B, T, I from ``x`` and D from the cell."""
+    """Everything a backend needs; shapes are B, T, I from ``x`` and D from the cell.
+
+    A packed problem says by ``head`` (B, T), int32, before which steps the state starts anew: -1 for none, else the
+    row of ``starts`` (N, …) that is loaded, zeros where there is none. ``places`` (N,) says where each row is loaded:
+    the flat index b·T + t, or -1. ``hold`` (B, T) is true where a step is padding, which leaves the state as it is.
+    ``documents`` is the number of documents with ``cu_seqlens``, whose starting states ``starts`` then begins with.
+    """
 
     cell: ChannelwiseCell
     x: Array
@@ -23,6 +31,30 @@ class Problem:
     config: NewtonConfig
     guess: Array | None
     xp: Namespace
+    head: Array | None = None
+    starts: Array | None = None
+    places: Array | None = None
+    hold: Array | None = None
+    documents: int | None = None
+    offsets: Array | None = None
+
+    @property
+    def packed(self) -> bool:
+        """Whether a step needs to know more than its inputs."""
+        return self.head is not None or self.hold is not None
+
+    @property
+    def marks(self) -> Marks:
+        """What the step programs of this problem are told."""
+        return Marks(self.head is not None, self.head is not None and self.starts is not None, self.hold is not None)
+
+    def with_starts(self) -> Problem:
+        """The same problem with rows of zeros for the documents' starts, so that their gradient can be asked for."""
+        if self.documents is None or self.starts is not None:
+            return self
+        assert self.places is not None
+        shape = (int(self.places.shape[0]), *self.cell.state_shape)
+        return replace(self, starts=self.xp.zeros(shape, dtype=self.dtype, device=self.device))
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -70,6 +102,10 @@ def make_problem(
     h0: Array | None = None,
     config: NewtonConfig | None = None,
     guess: Array | None = None,
+    *,
+    cu_seqlens: Any = None,
+    reset: Any = None,
+    mask: Any = None,
 ) -> Problem:
     """A checked problem; every refusal says what was wanted, what came and what to do."""
     config = NewtonConfig() if config is None else config
@@ -85,8 +121,10 @@ def make_problem(
     if not cell.is_driven:
         raise TypeError(f"{what}: {type(cell).__name__} needs its per-step input {', '.join(cell.drives)}")
     batch, time = int(x.shape[0]), int(x.shape[1])
+    packing = make_packing(what, xp, x, adopted(cu_seqlens), adopted(reset), adopted(mask))
+    count = batch if packing.documents is None else packing.documents
     for label, array, wanted in (
-        ("h0", h0, (batch, *cell.state_shape)),
+        ("h0", h0, (count, *cell.state_shape)),
         ("guess", guess, (batch, time, *cell.state_shape)),
     ):
         if array is None:
@@ -97,7 +135,30 @@ def make_problem(
             raise TypeError(f"{what}: {label} must be floating, got {dtype_name(array.dtype)}")
     if h0 is not None:
         cell.check_h0(xp, h0)
-    return Problem(cell, x, h0, config, guess, xp)
+    return _packed(Problem(cell, x, h0, config, guess, xp), packing)
+
+
+def _packed(problem: Problem, packing: Packing) -> Problem:
+    """The problem with its packing, the starting states where the solvers look for them, and padding without values."""
+    xp, h0 = problem.xp, problem.h0
+    if packing.documents is not None:
+        starts = h0
+        assert packing.places is not None
+        if starts is not None and packing.places.shape[0] > packing.documents:
+            starts = xp.concat([starts, xp.zeros_like(starts[:1, ...])])
+        problem = replace(problem, h0=None, starts=starts)
+    if packing.hold is not None:
+        # A gradient would multiply what stands there, NaN perhaps, with zero.
+        x = xp.where(xp.expand_dims(packing.hold, axis=2), xp.zeros_like(problem.x), problem.x)
+        problem = replace(problem, x=x)
+    return replace(
+        problem,
+        head=packing.head,
+        places=packing.places,
+        hold=packing.hold,
+        documents=packing.documents,
+        offsets=packing.offsets,
+    )
 
 
 def check_input(what: str, cell: ChannelwiseCell, x: Array, **others: Array | None) -> Namespace:

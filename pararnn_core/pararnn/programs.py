@@ -52,6 +52,19 @@ def loop_program(
     return LoopProgram(program, len(carry), len(rows), len(consts), len(stored), len(totals))
 
 
+@dataclass(frozen=True)
+class Marks:
+    """What a step may be told besides its inputs, each by one more row operand.
+
+    ``head``: the state starts anew before this step, from zero or, with ``starts``, from rows that are given.
+    ``hold``: the step is padding and leaves the state as it is.
+    """
+
+    head: bool = False
+    starts: bool = False
+    hold: bool = False
+
+
 class Entry:
     """Names for the entries of an S×S matrix that are not structurally zero."""
 
@@ -103,43 +116,89 @@ def _reachable(pattern: list[list[bool]]) -> list[list[bool]]:
 
 
 class StepPrograms:
-    """Everything derived from one cell's step; `diagonal` keeps only the Jacobian's true diagonal in tangents."""
+    """Everything derived from one cell's step; `diagonal` keeps only the Jacobian's true diagonal in tangents.
 
-    def __init__(self, cell: ChannelwiseCell, diagonal: bool = False) -> None:
+    With `marks` the step chooses by more rows (`gate_names` beyond the gates): whether the state before it is the one
+    carried or a new start, and whether the one after it is the old one. Choosing, not multiplying by zero: whatever a
+    document holds, NaN included, never reaches the next one, nor its cotangent the one before.
+    """
+
+    def __init__(self, cell: ChannelwiseCell, diagonal: bool = False, marks: Marks | None = None) -> None:
         self.graph = graph = Graph()
         self.diagonal = diagonal
+        self.marks = marks = Marks() if marks is None else marks
         # Whole kernels that a backend made from these programs, by backend name.
         self.compiled: dict[str, Any] = {}
         self.slots, self.gates, self.params = cell.slots, cell.gates, cell.params
-        self.bounds = [cell.bounds.get(s) for s in cell.slots]
+        # A start from outside the box would be projected on it.
+        self.bounds = [None if marks.starts else cell.bounds.get(s) for s in cell.slots]
         self.logarithmic = [s in cell.logarithmic for s in cell.slots]
         self.size = len(self.slots)
         self.prev = [graph.input(f"s_{s}") for s in self.slots]
         gates = [graph.input(f"g_{g}") for g in self.gates]
         params = [graph.input(f"p_{p}") for p in self.params]
-        new = cell.step(SymbolicNamespace(graph), *self.prev, *gates, *params)
+        half, zero = graph.const(0.5), graph.const(0.0)
+        self.start_names = [f"start_{s}" for s in self.slots] if marks.starts else []
+        self.head = graph.apply("greater", graph.input("head"), half) if marks.head else None
+        self.hold = graph.apply("greater", graph.input("hold"), half) if marks.hold else None
+        # The state that the step itself sees, and what the step makes of it.
+        self.seen = self.prev
+        if self.head is not None:
+            fresh = [graph.input(n) for n in self.start_names] or [zero] * self.size
+            self.seen = [graph.apply("where", self.head, f, p) for f, p in zip(fresh, self.prev, strict=True)]
+        new = cell.step(SymbolicNamespace(graph), *self.seen, *gates, *params)
         if not isinstance(new, tuple) or len(new) != self.size:
             got = f"{len(new)} values" if isinstance(new, tuple) else type(new).__name__
             raise UntraceableError(
                 f"{type(cell).__name__}.step must return a tuple of its {self.size} new slot(s) "
                 f"({', '.join(self.slots)}), got {got}"
             )
-        self.new = [graph.lift(value, f"{type(cell).__name__}.step") for value in new]
+        self.stepped = [graph.lift(value, f"{type(cell).__name__}.step") for value in new]
+        self.new = self._held(self.seen, self.stepped)
         self.leaves = [*gates, *params]
-        self.jac = jacobian(self.new, self.prev)
+        self.jac = jacobian(self.stepped, self.seen)
         if diagonal:
-            zero = graph.const(0.0)
             self.jac = [[e if i == j else zero for j, e in enumerate(row)] for i, row in enumerate(self.jac)]
         pattern = _reachable([[not e.is_number(0.0) for e in row] for row in self.jac])
-        one, zero = graph.const(1.0), graph.const(0.0)
+        one = graph.const(1.0)
         # Names of the entries of the running product M, of its transpose N, and of the Jacobian J.
         product = [[one if yes else zero for yes in row] for row in pattern]
         self.m = Entry("M", product)
         self.n = Entry("N", _transposed(product))
         self.j = Entry("J", self.jac)
-        self.gate_names = [f"g_{g}" for g in self.gates]
+        heads, holds = ["head"] if marks.head else [], ["hold"] if marks.hold else []
+        self.condition_names = [*heads, *holds]
+        # The rows that a step reads: the gates, and what it is told besides.
+        self.gate_names = [*(f"g_{g}" for g in self.gates), *heads, *self.start_names, *holds]
+        # Whether a start was passed, so that no cotangent may come through from the right.
+        self.cut_names = ["cut"] if marks.head else []
         self.param_names = [f"p_{p}" for p in self.params]
         self.prev_names = [f"s_{s}" for s in self.slots]
+
+    def _held(self, kept: Sequence[Expr], moved: Sequence[Expr]) -> list[Expr]:
+        """`moved`, or where the step is padding `kept`."""
+        if self.hold is None:
+            return list(moved)
+        return [self.graph.apply("where", self.hold, k, m) for k, m in zip(kept, moved, strict=True)]
+
+    def _without(self, condition: Expr | None, values: Sequence[Expr]) -> list[Expr]:
+        """Zero where `condition` holds."""
+        if condition is None:
+            return list(values)
+        zero = self.graph.const(0.0)
+        return [v if v.is_number(0.0) else self.graph.apply("where", condition, zero, v) for v in values]
+
+    def _pulled(self, mu: Sequence[Expr]) -> tuple[list[Expr], list[Expr], list[Expr]]:
+        """The cotangents of the state before, of gates and starts, and of the params, from that of the state after."""
+        back = pullback(self.stepped, mu, [*self.seen, *self.leaves])
+        seen = self._held(mu, back[: self.size])
+        leaves = self._without(self.hold, back[self.size :])
+        count = len(self.gates)
+        drawn = leaves[:count]
+        if self.head is not None and self.start_names:
+            zero = self.graph.const(0.0)
+            drawn += [self.graph.apply("where", self.head, s, zero) for s in seen]
+        return self._without(self.head, seen), drawn, leaves[count:]
 
     @cached_property
     def advance(self) -> LoopProgram:
@@ -167,8 +226,10 @@ class StepPrograms:
     def _grown(self, product: list[list[Expr]]) -> list[list[Expr]]:
         """J·M, each column pushed through the step: fewer operations than forming J first."""
         if self.diagonal:
-            return _product(self.jac, product)
-        return _transposed([pushforward(self.new, self.prev, column) for column in _transposed(product)])
+            grown = _product(self.jac, product)
+        else:
+            grown = _transposed([pushforward(self.stepped, self.seen, column) for column in _transposed(product)])
+        return [self._without(self.head, self._held(old, new)) for old, new in zip(product, grown, strict=True)]
 
     @cached_property
     def correct(self) -> LoopProgram:
@@ -221,7 +282,7 @@ class StepPrograms:
 
     @cached_property
     def jacobians(self) -> LoopProgram:
-        """rows previous slots, gates; consts params; stores J."""
+        """rows previous slots, gates; consts params; stores J of the step itself, whatever the marks."""
         return loop_program(
             self.graph,
             carry=[],
@@ -244,13 +305,20 @@ class StepPrograms:
         )
 
     def _sweep(self, columns: list[list[Expr]]) -> list[list[Expr]]:
-        """Jᵀ times each column vector, with J's entries as symbols."""
+        """Jᵀ times each column vector, with J's entries as symbols; nothing passes a head, padding passes all."""
         transposed = _transposed(self.j.symbols(self.graph))
-        return _transposed(_product(transposed, _transposed(columns)))
+        swept = _transposed(_product(transposed, _transposed(columns)))
+        return [self._without(self.head, self._held(old, new)) for old, new in zip(columns, swept, strict=True)]
+
+    def _cut(self) -> list[Expr]:
+        """Whether a head has been passed, as 1 or 0."""
+        if self.head is None:
+            return []
+        return [self.graph.apply("where", self.head, self.graph.const(1.0), self.graph.input("cut"))]
 
     @cached_property
     def adjoint_affine(self) -> LoopProgram:
-        """Reverse sweep of a segment as an affine map: carry N, b; rows J, g. ν ↦ N ν + b."""
+        """Reverse sweep of a segment as an affine map ν ↦ N ν + b: carry N, b (and cut); rows J (and conditions), g."""
         g = self.graph
         carry_b = [f"b_{s}" for s in self.slots]
         rows_g = [f"c_{s}" for s in self.slots]
@@ -260,93 +328,100 @@ class StepPrograms:
         new_n = _transposed(swept[:-1])
         return loop_program(
             g,
-            carry=[*self.n.flat, *carry_b],
-            rows=[*self.j.flat, *rows_g],
+            carry=[*self.n.flat, *carry_b, *self.cut_names],
+            rows=[*self.j.flat, *self.condition_names, *rows_g],
             consts=[],
-            new=[*(new_n[i][j] for i, j in self.n.where), *swept[-1]],
+            new=[*(new_n[i][j] for i, j in self.n.where), *swept[-1], *self._cut()],
         )
 
     @cached_property
     def adjoint_map_step(self) -> LoopProgram:
-        """As adjoint_affine, but from the step itself: carry N, b; rows previous slots, gates, g; consts params."""
+        """As adjoint_affine, but from the step itself: rows previous slots, gates, g; consts params."""
         g = self.graph
         carry_b = [f"b_{s}" for s in self.slots]
         rows_g = [f"c_{s}" for s in self.slots]
         columns = _transposed(self.n.symbols(g))
-        swept = [pullback(self.new, column, self.prev) for column in columns]
+        swept = [self._pulled(column)[0] for column in columns]
         mu = [add(g.input(b), g.input(c)) for b, c in zip(carry_b, rows_g, strict=True)]
         new_n = _transposed(swept)
         return loop_program(
             g,
-            carry=[*self.n.flat, *carry_b],
+            carry=[*self.n.flat, *carry_b, *self.cut_names],
             rows=[*self.prev_names, *self.gate_names, *rows_g],
             consts=self.param_names,
-            new=[*(new_n[i][j] for i, j in self.n.where), *pullback(self.new, mu, self.prev)],
+            new=[*(new_n[i][j] for i, j in self.n.where), *self._pulled(mu)[0], *self._cut()],
         )
 
     @cached_property
     def adjoint_joints(self) -> LoopProgram:
-        """Across segments, right to left: carry ν; rows N, b; ν becomes N ν + b."""
+        """Across segments, right to left: carry ν; rows N, b (and cut); ν becomes N ν + b, or b behind a head."""
         g = self.graph
         ends = [g.input(f"v_{s}") for s in self.slots]
         rows_b = [f"b_{s}" for s in self.slots]
-        moved = _product(self.n.symbols(g), [[v] for v in ends])
+        moved = [row[0] for row in _product(self.n.symbols(g), [[v] for v in ends])]
+        if self.head is not None:
+            cut = g.apply("greater", g.input("cut"), g.const(0.5))
+            moved = self._without(cut, moved)
         return loop_program(
             g,
             carry=[v.value for v in ends],
-            rows=[*self.n.flat, *rows_b],
+            rows=[*self.n.flat, *rows_b, *self.cut_names],
             consts=[],
-            new=[add(row[0], g.input(b)) for row, b in zip(moved, rows_b, strict=True)],
+            new=[add(m, g.input(b)) for m, b in zip(moved, rows_b, strict=True)],
         )
 
     @cached_property
     def adjoint(self) -> LoopProgram:
-        """Reverse sweep: carry ν (cotangent from the future); rows J, g; stores μ = g + ν."""
+        """Reverse sweep: carry ν (cotangent from the future); rows J (and conditions), g; stores μ = g + ν."""
         g = self.graph
         carry = [f"b_{s}" for s in self.slots]
         rows_g = [f"c_{s}" for s in self.slots]
         mu = [add(g.input(b), g.input(c)) for b, c in zip(carry, rows_g, strict=True)]
         return loop_program(
-            g, carry=carry, rows=[*self.j.flat, *rows_g], consts=[], new=self._sweep([mu])[0], stored=mu
+            g,
+            carry=carry,
+            rows=[*self.j.flat, *self.condition_names, *rows_g],
+            consts=[],
+            new=self._sweep([mu])[0],
+            stored=mu,
         )
 
     @cached_property
     def leaf_cotangents(self) -> LoopProgram:
-        """rows previous slots, gates, μ; consts params; stores gate cotangents, adds up param cotangents."""
+        """rows previous slots, gates, μ; consts params; stores gate (and start) cotangents, adds up those of params."""
         g = self.graph
         mu = [f"u_{s}" for s in self.slots]
-        back = pullback(self.new, [g.input(name) for name in mu], self.leaves)
-        count = len(self.gates)
+        _, drawn, totals = self._pulled([g.input(name) for name in mu])
         return loop_program(
             g,
             carry=[],
             rows=[*self.prev_names, *self.gate_names, *mu],
             consts=self.param_names,
             new=[],
-            stored=back[:count],
-            totals=back[count:],
+            stored=drawn,
+            totals=totals,
         )
 
     @cached_property
     def back_propagate(self) -> LoopProgram:
         """The whole adjoint of the time loop in one reverse sweep.
 
-        carry ν; rows previous slots, gates, g; consts params; stores gate cotangents, adds up param cotangents.
+        carry ν; rows previous slots, gates, g; consts params; stores gate (and start) cotangents, adds up those of
+        params.
         """
         g = self.graph
         carry = [f"b_{s}" for s in self.slots]
         rows_g = [f"c_{s}" for s in self.slots]
         mu = [add(g.input(b), g.input(c)) for b, c in zip(carry, rows_g, strict=True)]
-        back = pullback(self.new, mu, [*self.prev, *self.leaves])
-        leaves = self.size + len(self.gates)
+        before, drawn, totals = self._pulled(mu)
         return loop_program(
             g,
             carry=carry,
             rows=[*self.prev_names, *self.gate_names, *rows_g],
             consts=self.param_names,
-            new=back[: self.size],
-            stored=back[self.size : leaves],
-            totals=back[leaves:],
+            new=before,
+            stored=drawn,
+            totals=totals,
         )
 
 
@@ -354,11 +429,12 @@ _traced: WeakKeyDictionary[type, dict[tuple[Any, ...], StepPrograms]] = WeakKeyD
 _tracing = Lock()
 
 
-def programs_of(cell: ChannelwiseCell, *, diagonal: bool = False) -> StepPrograms:
+def programs_of(cell: ChannelwiseCell, *, diagonal: bool = False, marks: Marks | None = None) -> StepPrograms:
     """The programs of a cell's class and options, traced on first use."""
-    key = (diagonal, *(getattr(cell, name) for name in cell.options))
+    marks = Marks() if marks is None else marks
+    key = (diagonal, marks, *(getattr(cell, name) for name in cell.options))
     with _tracing:
         known = _traced.setdefault(type(cell), {})
         if key not in known:
-            known[key] = StepPrograms(cell, diagonal)
+            known[key] = StepPrograms(cell, diagonal, marks)
         return known[key]

@@ -8,7 +8,7 @@ from functools import lru_cache
 from importlib.metadata import entry_points
 from typing import Any
 
-from pararnn.backend import Backend
+from pararnn.backend import Backend, refuse_packed
 from pararnn.empty import NothingToDo
 from pararnn.errors import BackendUnavailableError
 from pararnn.front import FRONTS, Front
@@ -102,7 +102,12 @@ def backends() -> dict[str, Backend | str]:
 def _refusal(backend: Backend | str, problem: Problem) -> str | None:
     if isinstance(backend, str):
         return backend
-    return backend.probe() or _other_family(backend, problem) or backend.accepts(problem)
+    return (
+        backend.probe()
+        or _other_family(backend, problem)
+        or refuse_packed(backend, problem)
+        or backend.accepts(problem)
+    )
 
 
 def _other_family(backend: Backend, problem: Problem) -> str | None:
@@ -144,7 +149,7 @@ def choose(problem: Problem) -> Choice:
         if absent is not None:
             raise BackendUnavailableError(f"scan_backend={wanted!r} cannot run here: {absent}")
         assert not isinstance(backend, str)
-        sentence = _other_family(backend, problem) or backend.accepts(problem)
+        sentence = _other_family(backend, problem) or refuse_packed(backend, problem) or backend.accepts(problem)
         if sentence is not None:
             raise TypeError(f"scan_backend={wanted!r} cannot solve this: {sentence}")
         return _choice(backend, problem, {})

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pararnn.arrays import Array, cast, quiet
 from pararnn.drives import with_drives
-from pararnn.front import front_of
+from pararnn.front import front_of, told
 from pararnn.problem import Problem, make_problem
 
 # Steps whose gate inputs are projected at once: one matrix product instead of many small ones, bounded memory.
 PROJECTED_STEPS = 4096
 
 
-def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **drives: Any) -> Array:
+def sequential_apply(
+    cell: Any,
+    x: Array,
+    h0: Array | None = None,
+    *,
+    cu_seqlens: Any = None,
+    reset: Array | None = None,
+    mask: Array | None = None,
+    **drives: Any,
+) -> Array:
     """The states of `cell` on `x`, one step after the other.
 
     ::
@@ -27,6 +37,7 @@ def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **drives: Any
         x: (B, T, I), floating. Half precision is computed in float32 and returned in half.
         h0: (B, D), or (B, S, D) for S slots; zeros if None. Cast to the dtype of the computation.
         drives: per-step inputs of cells that have them, as to newton_apply.
+        cu_seqlens, reset, mask: as for newton_apply.
 
     Returns:
         (B, T, D) for one slot, (B, T, S, D) for S slots, in x's library, dtype and device.
@@ -43,8 +54,8 @@ def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **drives: Any
     cell, x = with_drives("sequential_apply", cell, x, drives)
     front = front_of(x)
     if front is not None:
-        return front.sequential_apply(cell, x, h0)
-    return run_sequential(make_problem("sequential_apply", cell, x, h0))
+        return front.sequential_apply(cell, x, h0, **told(front, cu_seqlens=cu_seqlens, reset=reset, mask=mask))
+    return run_sequential(make_problem("sequential_apply", cell, x, h0, cu_seqlens=cu_seqlens, reset=reset, mask=mask))
 
 
 def run_sequential(problem: Problem) -> Array:
@@ -64,7 +75,8 @@ def run_sequential(problem: Problem) -> Array:
                 split = (batch, block.shape[1], len(cell.gates), width)
                 gates = xp.reshape(block @ xp.matrix_transpose(weight) + bias, split)
             now = gates[:, t % PROJECTED_STEPS, :, :]
-            state = cell.step(xp, *state, *(now[:, g, :] for g in range(len(cell.gates))), *params)
+            inputs = [now[:, g, :] for g in range(len(cell.gates))]
+            state = stepped(problem, t, state, lambda *s: cell.step(xp, *s, *inputs, *params))  # noqa: B023
             rows.append(state[0] if len(state) == 1 else xp.stack(state, axis=1))
     if not rows:
         return xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)
@@ -81,9 +93,40 @@ def _run_mixing(problem: Problem, weight: Array, bias: Array, params: list[Array
             if t % PROJECTED_STEPS == 0:
                 block = cast(xp, problem.x[:, t : min(t + PROJECTED_STEPS, time), :], problem.work_dtype)
                 gates = cell.gate_inputs(xp, block, weight, bias)
-            now = (g[:, t % PROJECTED_STEPS, ...] for g in gates)
-            state = cell.step(xp, mix, *state, *now, *params)
+            now = [g[:, t % PROJECTED_STEPS, ...] for g in gates]
+            state = stepped(problem, t, state, lambda *s: cell.step(xp, mix, *s, *now, *params))  # noqa: B023
             rows.append(state[0] if len(state) == 1 else xp.stack(state, axis=1))
     if not rows:
         return xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device)
     return cast(xp, xp.stack(rows, axis=1), problem.dtype)
+
+
+def stepped(
+    problem: Problem, t: int, state: tuple[Array, ...], step: Callable[..., tuple[Array, ...]]
+) -> tuple[Array, ...]:
+    """The state after step t, where sequences may start anew before it, or be padding."""
+    xp = problem.xp
+    if problem.head is not None:
+        state = begun(problem, t, state)
+    new = step(*state)
+    if problem.hold is None:
+        return new
+    return tuple(xp.where(_flag(problem.hold[:, t], n), old, n) for old, n in zip(state, new, strict=True))
+
+
+def begun(problem: Problem, t: int, state: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The state before step t, with the sequences that start anew there at their start."""
+    xp = problem.xp
+    assert problem.head is not None
+    head = problem.head[:, t]
+    fresh = [xp.zeros_like(s) for s in state]
+    if problem.starts is not None:
+        loaded = xp.take(problem.starts, xp.where(head < 0, xp.zeros_like(head), head), axis=0)
+        loaded = cast(xp, loaded, problem.work_dtype)
+        fresh = [loaded] if len(state) == 1 else [loaded[:, s, ...] for s in range(len(state))]
+    return tuple(xp.where(_flag(head >= 0, s), f, s) for f, s in zip(fresh, state, strict=True))
+
+
+def _flag(by_row: Array, like: Array) -> Array:
+    """(B,) with as many axes as `like`."""
+    return by_row[(..., *(None,) * (like.ndim - 1))]

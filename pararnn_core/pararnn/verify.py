@@ -15,6 +15,7 @@ from pararnn.config import NewtonConfig
 from pararnn.drives import with_drives
 from pararnn.errors import AgreementError
 from pararnn.front import front_of
+from pararnn.packing import given_packing
 from pararnn.problem import make_problem
 from pararnn.stats import NewtonStats
 
@@ -95,6 +96,9 @@ def verify_agreement(
     rtol: float = 0.0,
     reference: str = "same",
     raise_on_fail: bool = False,
+    cu_seqlens: Any = None,
+    reset: Array | None = None,
+    mask: Array | None = None,
     **drives: Any,
 ) -> AgreementReport:
     """Runs one batch in parallel and as a time loop, and reports how far they are apart.
@@ -107,7 +111,7 @@ def verify_agreement(
 
     Args:
         module: a ChannelwiseCell, a ParaRNN, or a module that holds one as ``rnn``.
-        x, config, h0: as for newton_apply.
+        x, config, h0, cu_seqlens, reset, mask: as for newton_apply.
         atol, rtol: allowed error; atol defaults to default_agreement_atol(x.dtype).
         reference: 'same' compares with the loop in x's dtype, 'float64' with the loop in float64.
         raise_on_fail: AgreementError (with ``.report``) instead of a report that is not ok.
@@ -124,10 +128,13 @@ def verify_agreement(
     True
     """
     own = getattr(getattr(module, "rnn", module), "verify_agreement", None)
+    packing = given_packing(cu_seqlens=cu_seqlens, reset=reset, mask=mask)
     if own is not None and not isinstance(module, type):
-        report = own(x, config=config, h0=h0, atol=atol, rtol=rtol, reference=reference, **drives)
+        report = own(x, config=config, h0=h0, atol=atol, rtol=rtol, reference=reference, **packing, **drives)
     elif hasattr(module, "slots"):
-        report = verify_layers([module], x, config, [h0], atol=atol, rtol=rtol, reference=reference, **drives)
+        report = verify_layers(
+            [module], x, config, [h0], atol=atol, rtol=rtol, reference=reference, **packing, **drives
+        )
     else:
         raise TypeError(f"verify_agreement: wanted a ChannelwiseCell or a ParaRNN, got {type(module).__name__}")
     if raise_on_fail and not report.ok:
@@ -144,6 +151,9 @@ def verify_layers(
     atol: float | None = None,
     rtol: float = 0.0,
     reference: str = "same",
+    cu_seqlens: Any = None,
+    reset: Array | None = None,
+    mask: Array | None = None,
     **drives: Any,
 ) -> AgreementReport:
     """The report for cells of which each reads the hidden slot of the one before, once in parallel, once as loops."""
@@ -152,12 +162,13 @@ def verify_layers(
 
     if reference not in ("same", "float64"):
         raise ValueError(f"verify_agreement: reference must be 'same' or 'float64', got {reference!r}")
+    packing = given_packing(cu_seqlens=cu_seqlens, reset=reset, mask=mask)
     reports, given = [], x
     for kind, h0 in zip(cells, starts, strict=True):
         own = {name: value for name, value in drives.items() if len(cells) == 1 or name in kind.drives}
         cell, joined = with_drives("verify_agreement", kind, x, own)
         # Checked here, so that a refusal names the function that was called, and cut off from autograd.
-        problem = make_problem("verify_agreement", cell, joined, h0, config)
+        problem = make_problem("verify_agreement", cell, joined, h0, config, **packing)
         front = front_of(x)
         if front is not None:
             problem = front.untracked(problem)
@@ -166,8 +177,9 @@ def verify_layers(
         else:
             given = with_drives("verify_agreement", kind.to(dtype=given.dtype), given, own)[1]
         stats = NewtonStats()
-        parallel = newton_apply(problem.cell, problem.x, config, h0=problem.h0, stats=stats)
-        true_cell, start = problem.cell, problem.h0
+        start = problem.h0 if problem.starts is None else problem.starts[: problem.documents, ...]
+        parallel = newton_apply(problem.cell, problem.x, config, h0=start, stats=stats, **packing)
+        true_cell = problem.cell
         if reference == "float64":
             xp = problem.xp
             if not has_float64(xp):
@@ -177,7 +189,7 @@ def verify_layers(
                 )
             true_cell, given = true_cell.to(dtype=xp.float64), cast(xp, given, xp.float64)
             start = None if start is None else cast(xp, start, xp.float64)
-        oracle = sequential_apply(true_cell, given, h0=start)
+        oracle = sequential_apply(true_cell, given, h0=start, **packing)
         reports.append(compare(cell, parallel, oracle, stats, atol=atol, rtol=rtol, reference=reference))
         x, given = (a if cell.state_slots == 1 else a[:, :, cell.hidden_slot, :] for a in (parallel, oracle))
     return reports[0] if len(reports) == 1 else _joined(reports)
