@@ -15,7 +15,7 @@ import numpy as np
 
 from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, cast, quiet
-from pararnn.mixing.joints import DEFAULT_MAX_PASSES, Gain, JointSettings, put_rows, settle, warmup_gain
+from pararnn.mixing.joints import DEFAULT_MAX_PASSES, ArrayJoints, Gain, JointSettings, put_rows, settle, warmup_gain
 from pararnn.mixing.plan import plan_mixing
 from pararnn.mixing.rows import Rows
 from pararnn.problem import Problem
@@ -70,7 +70,8 @@ def _swept(
             future, _ = sweep.run(None, future)
         else:
             starts, gain = sweep.warmed(warmup, future)
-            out = settle(xp, future, starts, sweep.run, entries, settings, error=error, gain=gain)
+            joints = ArrayJoints(xp, future, starts, sweep.run, entries, settings, gain)
+            out = settle(joints, settings, error)
             if not bool(np.all(out.settled)):
                 return None
             error = out.end_error

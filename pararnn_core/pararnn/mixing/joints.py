@@ -16,9 +16,10 @@ passes (between warm-up and pass at first). The estimate is the recurrence E_{c+
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,108 +62,173 @@ class Settled:
     gave_up: str = ""
 
 
-# run(rows, starts) runs the segments in `rows` (None for all) from `starts` and gives their ends and diagonals.
-Run = Callable[[Array | None, list[Array]], tuple[list[Array], list[Array]]]
+@dataclass(frozen=True)
+class Measured:
+    """Norms after a pass, on the host and relative to the slots' scales.
 
-# gain(mismatches, scales): how much of a difference at a segment's start is left at its end, (B, C).
-Gain = Callable[[list[Array], list[float]], np.ndarray]
+    `mismatch` (B, C-1) at the joints; `moved_start` and `moved_end` (B, C), how far starts and ends have moved since
+    the pass before; `growth` (B, C), what the warm-up says about g, None where it says nothing.
+    """
+
+    mismatch: np.ndarray
+    moved_start: np.ndarray | None = None
+    moved_end: np.ndarray | None = None
+    growth: np.ndarray | None = None
 
 
-def settle(
-    xp: Namespace,
-    first: list[Array],
-    starts: list[Array],
-    run: Run,
-    entries: Sequence[tuple[int, int]],
-    settings: JointSettings,
-    *,
-    error: np.ndarray,
-    gain: Callable[[list[Array], list[Array]], np.ndarray] | None = None,
-) -> Settled:
-    """Iterates from `starts` (B, C-1, …) with the exact `first` (B, …).
+class Joints(Protocol):
+    """The array side of `settle`: holds starts, ends and diagonals of all segments."""
+
+    # Below this a moved start is rounding, and says nothing about growth.
+    floor: float
+
+    def begin(self) -> Measured:
+        """The first pass."""
+        ...
+
+    def again(self, keep: np.ndarray) -> Measured | None:
+        """Corrects the starts of the sequences not in `keep` and runs what changed; None where nothing did."""
+        ...
+
+
+def settle(joints: Joints, settings: JointSettings, error: np.ndarray) -> Settled:
+    """Passes until the joints fit, or until it is plain that they will not.
 
     Args:
-        error: estimated error of `first` by sequence.
-        gain: from the mismatches' norms, a first measurement of g (B, C).
+        error: estimated error of the first starts, by sequence.
     """
-    batch, count = int(first[0].shape[0]), int(starts[0].shape[1]) + 1
-    s = [xp.concat([xp.expand_dims(f, axis=1), g], axis=1) for f, g in zip(first, starts, strict=True)]
-    boxes = _boxes(xp, first, settings.bounds)
-    ends, diagonal = run(None, [_flat(xp, a) for a in s])
-    e, m = _split(xp, ends, batch), _split(xp, diagonal, batch)
-    growth: np.ndarray | None = None
+    batch = len(error)
+    measured = joints.begin()
     out = Settled(np.zeros(batch, bool), np.full(batch, np.inf), np.zeros(batch), passes=1)
-    sizes: list[float] = []
-    floor = 200.0 * epsilon(first[0].dtype)
+    unknown = np.full((batch, measured.mismatch.shape[1] + 1), np.inf)
+    growth = unknown if measured.growth is None else measured.growth
     while True:
-        scale = _scales(xp, [*zip(s, e, strict=True)], settings)
-        r = [_gap(xp, a[:, :-1, ...], b[:, 1:, ...]) for a, b in zip(e, s, strict=True)]
-        norms = _host(xp, _norm(xp, r, scale))
-        if growth is None:
-            growth = gain(r, scale) if gain is not None else np.full((batch, count), np.inf)
+        norms = measured.mismatch
+        if measured.moved_start is not None and measured.moved_end is not None:
+            seen = measured.moved_start > joints.floor
+            growth = np.where(seen, measured.moved_end / np.where(seen, measured.moved_start, 1.0), growth)
         within, at_end = _carried(norms, growth, error)
-        exact = bool(np.all(norms == 0.0))
         worst = float(np.max(norms, initial=0.0))
         out.history.append(worst)
-        sizes.append(worst)
-        out.error, out.end_error, out.exact = within, at_end, exact
+        out.error, out.end_error, out.exact = within, at_end, bool(np.all(norms == 0.0))
+        done = np.zeros(batch, bool)
         if settings.corrections is not None:
             if out.corrections == settings.corrections:
                 break
-            done = np.zeros(batch, bool)
         else:
             joined = np.all(norms == 0.0, axis=1)
             done = joined & (within <= settings.accept) if settings.exact else within <= settings.tol
-            stalled = len(sizes) > PATIENCE and not worst <= 0.5 * sizes[-1 - PATIENCE]
-            if not settings.exact and (stalled or out.passes >= settings.max_passes):
+            past = out.history[-1 - PATIENCE] if len(out.history) > PATIENCE else math.inf
+            stalled = not worst <= 0.5 * past
+            ended = stalled or out.passes >= settings.max_passes
+            if ended and not settings.exact:
                 done = done | (within <= settings.accept)
             out.settled = done
             if bool(np.all(done)):
                 break
-            if stalled or out.passes >= settings.max_passes:
-                out.gave_up = (
-                    f"its joints were still {worst:.1e} apart after {out.passes} passes, of which the last {PATIENCE} "
-                    "did not halve the gap: it neither forgets nor remembers channel by channel"
-                    if stalled
-                    else f"its joints were still {worst:.1e} apart after {out.passes} passes"
-                )
+            if ended:
+                out.gave_up = f"its joints were still {worst:.1e} apart after {out.passes} passes"
+                if stalled:
+                    out.gave_up += (
+                        f", of which the last {PATIENCE} did not halve the gap: it neither forgets nor remembers "
+                        "channel by channel"
+                    )
                 break
-        new = _corrected(xp, s, e, m, entries, boxes)
-        keep = xp.asarray(~done, device=_device(s[0]))
-        moved_at = xp.zeros((batch, count), dtype=xp.bool, device=_device(s[0]))
-        for a, b in zip(new, s, strict=True):
-            moved_at = moved_at | xp.any(xp.reshape(~same_bits(xp, a, b), (batch, count, -1)), axis=2)
-        changed = _host_bool(xp, moved_at & xp.reshape(keep, (batch, 1)))
-        rows = np.flatnonzero(changed.reshape(-1))
+        again = joints.again(done)
         out.corrections += 1
-        out.passes += 1
-        if not len(rows):
+        if again is None:
             # Nothing moves any more: what is left is what this arithmetic cannot tell apart.
-            out.settled = out.settled | (within <= settings.accept)
+            out.settled = done | (within <= settings.accept)
             out.gave_up = "" if bool(np.all(out.settled)) else "its starts stopped moving before the joints fitted"
             break
-        whole = len(rows) == batch * count
-        index = None if whole else xp.asarray(rows, device=_device(s[0]))
-        moved = [_flat(xp, a) for a in new]
-        part = moved if index is None else [xp.take(a, index, axis=0) for a in moved]
-        ends, diagonal = run(index, part)
-        old_s, old_e = s, e
-        if index is None:
-            s, e, m = new, _split(xp, ends, batch), _split(xp, diagonal, batch)
-        else:
-            mask = xp.asarray(changed, device=_device(s[0]))
-            s = [xp.where(_spread(xp, mask, a), b, a) for a, b in zip(old_s, new, strict=True)]
-            e = _split(xp, [put_rows(xp, _flat(xp, a), index, b) for a, b in zip(e, ends, strict=True)], batch)
-            m = _split(xp, [put_rows(xp, _flat(xp, a), index, b) for a, b in zip(m, diagonal, strict=True)], batch)
-        ds = _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(s, old_s, strict=True)], scale))
-        de = _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(e, old_e, strict=True)], scale))
-        measured = ds > floor
-        growth = np.where(measured, de / np.where(measured, ds, 1.0), growth)
-    if growth is not None and count > 1:
-        inner = growth[:, : count - 1]
+        out.passes += 1
+        measured = again
+    if growth.shape[1] > 1:
         with np.errstate(divide="ignore", invalid="ignore"):
-            out.growth = float(np.max(np.mean(np.log(np.maximum(inner, 1e-30)), axis=1)))
+            out.growth = float(np.max(np.mean(np.log(np.maximum(growth[:, :-1], 1e-30)), axis=1)))
     return out
+
+
+# run(rows, starts) runs the segments in `rows` (None for all) from `starts` and gives their ends and diagonals.
+Run = Callable[[Array | None, list[Array]], tuple[list[Array], list[Array]]]
+# gain(mismatches, scales): how much of a difference at a segment's start is left at its end, (B, C).
+Gain = Callable[[list[Array], list[float]], np.ndarray]
+
+
+class ArrayJoints:
+    """Joints with array-API calls; only segments whose start changed are run again.
+
+    Args:
+        first, starts: the exact first start (B, …) and the guessed others (B, C-1, …), by slot.
+        entries: (row, column) of each diagonal that a run gives back.
+        gain: from the first mismatches and the scales, a first measurement of g.
+    """
+
+    def __init__(
+        self,
+        xp: Namespace,
+        first: list[Array],
+        starts: list[Array],
+        run: Run,
+        entries: Sequence[tuple[int, int]],
+        settings: JointSettings,
+        gain: Gain | None = None,
+    ) -> None:
+        self.xp, self.run, self.entries, self.settings, self.gain = xp, run, entries, settings, gain
+        self.s = [xp.concat([xp.expand_dims(f, axis=1), g], axis=1) for f, g in zip(first, starts, strict=True)]
+        self.e: list[Array] = []
+        self.m: list[Array] = []
+        self.boxes = _boxes(xp, first, settings.bounds)
+        self.batch, self.count = int(self.s[0].shape[0]), int(self.s[0].shape[1])
+        self.floor = 200.0 * epsilon(first[0].dtype)
+
+    def begin(self) -> Measured:
+        xp = self.xp
+        ends, diagonal = self.run(None, [_flat(xp, a) for a in self.s])
+        self.e, self.m = self._split(ends), self._split(diagonal)
+        scale = self._scales()
+        gaps = self._gaps()
+        growth = None if self.gain is None else self.gain(gaps, scale)
+        return Measured(_host(xp, _norm(xp, gaps, scale)), growth=growth)
+
+    def again(self, keep: np.ndarray) -> Measured | None:
+        xp, batch, count = self.xp, self.batch, self.count
+        old_s, old_e = self.s, self.e
+        new = _corrected(xp, self.s, self.e, self.m, self.entries, self.boxes)
+        where = _device(new[0])
+        moved = xp.zeros((batch, count), dtype=xp.bool, device=where)
+        for a, b in zip(new, old_s, strict=True):
+            moved = moved | xp.any(xp.reshape(~same_bits(xp, a, b), (batch, count, -1)), axis=2)
+        changed = _host_bool(xp, moved) & ~keep[:, None]
+        rows = np.flatnonzero(changed.reshape(-1))
+        if not len(rows):
+            return None
+        if len(rows) == batch * count:
+            ends, diagonal = self.run(None, [_flat(xp, a) for a in new])
+            self.s, self.e, self.m = new, self._split(ends), self._split(diagonal)
+        else:
+            index, mask = xp.asarray(rows, device=where), xp.asarray(changed, device=where)
+            ends, diagonal = self.run(index, [xp.take(_flat(xp, a), index, axis=0) for a in new])
+            self.s = [xp.where(_spread(xp, mask, a), b, a) for a, b in zip(old_s, new, strict=True)]
+            # Copies, because what the ends were is compared with what they are.
+            flat = [xp.asarray(_flat(xp, a), copy=True) for a in old_e]
+            self.e = self._split([put_rows(xp, a, index, b) for a, b in zip(flat, ends, strict=True)])
+            self.m = self._split([put_rows(xp, _flat(xp, a), index, b) for a, b in zip(self.m, diagonal, strict=True)])
+        scale = self._scales()
+        return Measured(
+            _host(xp, _norm(xp, self._gaps(), scale)),
+            _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(self.s, old_s, strict=True)], scale)),
+            _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(self.e, old_e, strict=True)], scale)),
+        )
+
+    def _gaps(self) -> list[Array]:
+        return [_gap(self.xp, a[:, :-1, ...], b[:, 1:, ...]) for a, b in zip(self.e, self.s, strict=True)]
+
+    def _scales(self) -> list[float]:
+        return _scales(self.xp, [*zip(self.s, self.e, strict=True)], self.settings)
+
+    def _split(self, parts: list[Array]) -> list[Array]:
+        return [self.xp.reshape(a, (self.batch, self.count, *a.shape[1:])) for a in parts]
 
 
 def warmup_gain(
@@ -282,10 +348,6 @@ def _spread(xp: Namespace, mask: Array, like: Array) -> Array:
 def _flat(xp: Namespace, a: Array) -> Array:
     """(B, C, …) as (B·C, …)."""
     return xp.reshape(a, (int(a.shape[0]) * int(a.shape[1]), *a.shape[2:]))
-
-
-def _split(xp: Namespace, parts: list[Array], batch: int) -> list[Array]:
-    return [xp.reshape(a, (batch, int(a.shape[0]) // batch, *a.shape[1:])) for a in parts]
 
 
 def put_rows(xp: Namespace, whole: Array, index: Array, part: Array) -> Array:

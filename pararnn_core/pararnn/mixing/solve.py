@@ -7,7 +7,17 @@ import math
 import numpy as np
 
 from pararnn.arrays import Array, cast, epsilon, quiet
-from pararnn.mixing.joints import DEFAULT_MAX_PASSES, Gain, JointSettings, Settled, _gap, put_rows, settle, warmup_gain
+from pararnn.mixing.joints import (
+    DEFAULT_MAX_PASSES,
+    ArrayJoints,
+    Gain,
+    JointSettings,
+    Settled,
+    _gap,
+    put_rows,
+    settle,
+    warmup_gain,
+)
 from pararnn.mixing.plan import MixPlan, plan_mixing
 from pararnn.mixing.rows import Rows
 from pararnn.problem import Problem
@@ -30,17 +40,15 @@ def solve_mixing(problem: Problem) -> tuple[Array, NewtonStats]:
     if settled is None or bool(np.all(settled)):
         return states, stats
     # What does not settle is the time loop's, from the first step on: a later start would have to be exact.
-    why = stats.reason
-    states_of_loop = _walked(problem, stats)
-    stats.passes += 1
-    kept = xp.asarray(settled, device=problem.device)
-    shape = (len(settled), *([1] * (len(problem.state_shape) - 1)))
-    states = xp.where(xp.reshape(kept, shape), states, states_of_loop)
-    stats.walked = 1.0
+    spent, why, left = stats.passes, stats.reason, stats.agreement_estimate
+    walked = _walked(problem, stats)
+    stats.passes, stats.walked = spent + 1, 1.0
     stats.reason = f"the sequence was walked after all, because {why}"
-    if bool(np.any(settled)):
-        stats.path, stats.exact = "segments", False
-        stats.agreement_estimate = max(stats.agreement_estimate, 4.0 * epsilon(states.dtype))
+    if not bool(np.any(settled)):
+        return walked, stats
+    kept = xp.asarray(settled, device=problem.device)
+    states = xp.where(xp.reshape(kept, (len(settled), *([1] * (len(problem.state_shape) - 1)))), states, walked)
+    stats.path, stats.exact, stats.agreement_estimate = "segments", False, left
     return states, stats
 
 
@@ -74,7 +82,7 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
     guess = None
     if problem.guess is not None:
         guess = list(cell.encode(xp, *problem.slots_of(cast(xp, problem.guess, problem.work_dtype))))
-    error = np.zeros(batch)
+    error, worst = np.zeros(batch), np.zeros(batch)
     settled = np.ones(batch, bool)
     pieces: list[list[Array]] = []
     history: list[float] = []
@@ -94,7 +102,8 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
             else:
                 at = [first + c * length - 1 for c in range(1, count)]
                 starts = [xp.stack([g[:, t, ...] for t in at], axis=1) for g in guess]
-            out = settle(xp, start, starts, window.run, rows.entries, settings, error=error, gain=measure)
+            joints = ArrayJoints(xp, start, starts, window.run, rows.entries, settings, measure)
+            out = settle(joints, settings, error)
             ends = window.ends()
         start, error = ends, out.end_error
         settled &= out.settled
@@ -104,7 +113,7 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
         stats.passes = max(stats.passes, out.passes)
         stats.iters = max(stats.iters, out.corrections)
         stats.max_residual = max(stats.max_residual, out.history[-1] if out.history else 0.0)
-        stats.agreement_estimate = float(np.fmax(np.nan_to_num(stats.agreement_estimate), np.max(out.error)))
+        worst = np.where(settled, np.fmax(worst, out.error), 0.0)
         if not math.isnan(out.growth):
             growths.append(out.growth / length)
         if pinned is None and not bool(np.all(settled)):
@@ -119,7 +128,7 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
     stats.lyapunov = max(growths, default=math.nan)
     # Rows of another number are not multiplied in the same order, so the loop may differ by rounding throughout.
     stats.exact = False
-    stats.agreement_estimate = max(stats.agreement_estimate, 4.0 * epsilon(problem.work_dtype))
+    stats.agreement_estimate = max(float(np.max(worst)), 4.0 * epsilon(problem.work_dtype))
     stats.converged = stats.agreement_estimate <= settings.accept
     return cast(xp, states, problem.dtype), None if pinned is not None else settled
 
