@@ -25,6 +25,7 @@ class TritonBackend(Backend):
 
     name = "triton"
     priority = 40
+    families = ("channelwise", "mixing")
 
     def probe(self) -> str | None:
         return environment_sentence()
@@ -45,6 +46,10 @@ class TritonBackend(Backend):
             major, minor = torch.cuda.get_device_capability(problem.x.device)
             if major < 8:
                 return f"bfloat16 needs compute capability 8.0, this card has {major}.{minor}; use float16 or float32"
+        if problem.cell.family == "mixing":
+            from pararnn_triton.mixing_solve import refusal
+
+            return refusal(problem) or super().accepts(problem)
         config = problem.config
         if config.pinned(problem.shape[1]) is not None:
             return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
@@ -59,6 +64,12 @@ class TritonBackend(Backend):
         return torch, "cpu" if interpreting() else "cuda"
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
+        if problem.cell.family == "mixing":
+            from pararnn_triton.mixing_solve import solve_mixing_on_cuda
+
+            states, stats = solve_mixing_on_cuda(problem)
+            stats.scan_backend = self.name
+            return states, stats
         from pararnn_triton.launch import run_forward
 
         shape = _shape(problem)
@@ -94,6 +105,10 @@ class TritonBackend(Backend):
         return states, stats
 
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
+        if problem.cell.family == "mixing":
+            from pararnn_triton.mixing_solve import pull_back_mixing_on_cuda
+
+            return pull_back_mixing_on_cuda(problem, states, cotangent)
         from pararnn_triton.launch import run_backward
 
         cell = problem.cell
@@ -116,6 +131,10 @@ class TritonBackend(Backend):
         return Gradients(d_x, grads, d_h0.reshape(batch, *cell.state_shape).to(problem.dtype))
 
     def describe(self, problem: Problem) -> dict[str, object]:
+        if problem.cell.family == "mixing":
+            from pararnn_triton.mixing_solve import describe_mixing_on_cuda
+
+            return describe_mixing_on_cuda(problem)
         shape = _shape(problem)
         return {
             "path": "segments" if shape.segments > 1 else "sequential",

@@ -234,11 +234,15 @@ class ArrayJoints:
 def warmup_gain(
     xp: Namespace, apart: list[Array], mismatch: list[Array], scale: Sequence[float], stretch: float
 ) -> np.ndarray:
+    """`warmup_ratio` of arrays (B, C-1, …) by slot."""
+    return warmup_ratio(_host(xp, _norm(xp, apart, scale)), _host(xp, _norm(xp, mismatch, scale)), stretch)
+
+
+def warmup_ratio(before: np.ndarray, after: np.ndarray, stretch: float) -> np.ndarray:
     """How much of a difference at the warm-up's beginning is left at its end, (B, C); a segment is `stretch` as long.
 
-    `apart` is the difference between a pass and the warm-up where the latter began, `mismatch` that at the joint.
+    `before` (B, C-1) is how far pass and warm-up were apart where the latter began, `after` how far at the joint.
     """
-    before, after = _host(xp, _norm(xp, apart, scale)), _host(xp, _norm(xp, mismatch, scale))
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         g = np.where(after == 0.0, 0.0, after / before)
         # Over the whole segment a growing network grows more.

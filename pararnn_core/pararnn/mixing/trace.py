@@ -60,6 +60,9 @@ class MixPrograms:
     # [*slots, *gates, *mixed, *params, *diagonals] -> the true diagonal's entries, in the order of m.where.
     diagonal: Program
     back: list[BackStage]
+    # As `diagonal`, times the running product's transpose: [*slots, *gates, *mixed, *params, *diagonals, *N] -> N,
+    # whose entries are those of M with row and column exchanged, in the order of M.
+    diagonal_back: Program
     compiled: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -123,6 +126,9 @@ def trace(cell: MixingCell) -> MixPrograms:
     m = Entry("M", [[one if yes else zero for yes in row] for row in pattern])
     grown = _product(jac, m.symbols(graph))
 
+    transposed = [[jac[j][i] for j in range(len(new))] for i in range(len(new))]
+    symbols = [[m.symbols(graph)[j][i] for j in range(len(new))] for i in range(len(new))]
+    shrunk = _product(transposed, symbols)
     back = [_back(plain, new, [f"c_{s}" for s in cell.slots], prev, gates, taken, params, graph)]
     for position in range(len(parts) - 1, -1, -1):
         source, _ = parts[position]
@@ -146,6 +152,7 @@ def trace(cell: MixingCell) -> MixPrograms:
         ),
         diagonal=Program([*plain, *names["diagonals"]], [jac[i][j] for i, j in m.where]),
         back=back,
+        diagonal_back=Program([*plain, *names["diagonals"], *m.flat], [shrunk[j][i] for i, j in m.where]),
     )
 
 
