@@ -120,6 +120,19 @@ def test_half_precision_is_computed_in_single():
     assert relative(half, sequential_apply(cell, x)) < 5e-3
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_meets_the_first_run_at_its_marks(dtype):
+    """O09: a warm-up of one step leaves every joint open; the second run stops early and the result is the loop's."""
+    cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE).to(dtype=dtype)
+    x = inputs(1, 200).to(dtype)
+    stats = NewtonStats()
+    config = NewtonConfig(scan_backend="triton", segment_len=72, warmup=1)
+    states = newton_apply(cell, x, config, stats=stats)
+    assert torch.equal(states, newton_apply(cell, x, NewtonConfig(scan_backend="triton", segment_len=200)))
+    assert stats.exact
+
+
 def test_non_contiguous_input_and_empty_axes():
     """P42 and O52."""
     cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)

@@ -1,28 +1,29 @@
 """The forward kernel: one template for every cell, filled by printing the cell's programs.
 
 One program (thread block) runs one segment of `BD` channels, in stages, each a launch that ends at once where nothing
-is left to do. Stage 0 guesses the start by warm-up steps and runs the plain steps; a channel block whose joints then
-match bit for bit is done. Stage 1 runs the other segments again from the end before them, until they meet what is
-stored, which settles networks that forget within a segment or so. Later stages run what is open with tangents. The
-program of a channel block that arrives last joins its segments: it tests the joints, corrects the starts, and says
-whether more is needed; on the last launch it walks, in order and exactly, what is still open. With one segment the
-kernel is the plain time loop. Nothing waits for the host.
+is left to do. Stage 0 guesses the start by warm-up steps and runs the plain steps. In stage 1 a segment whose start is
+not, bit for bit, the end before it runs again from that end until it meets what is stored; if all do, every joint of
+the channel block matches and it is done. Later stages run what is open with tangents. The program of a channel block
+that arrives last joins its segments: it tests the joints, corrects the starts, and says whether more is needed; on the
+last launch it walks, in order and exactly, what is still open. With one segment the kernel is the plain time loop.
+Nothing waits for the host.
 """
 
 from __future__ import annotations
 
 from pararnn.programs import StepPrograms
 from pararnn_triton.print_triton import indent, rows_at_once, running_loop, statements
+from pararnn_triton.shape import Shape
 
 # Rows loaded ahead of their use, in the time loop and in the loop over joints.
 GROUP, JOINT_GROUP, RERUN_GROUP = 4, 8, 4
-# Joints compared at a time.
-JOINT_TILE = 32
+# Half-precision states do not tell whether a run has met them, so the first one leaves its own every so many rows.
+MARK_EVERY = 32
 
 _HEAD = """@triton.jit(do_not_specialize=["T", "L", "C", "W"])
-def forward(gates, h0, weights, states, starts, ends, prods, grows, sizes, counters, dirty, opened, estimate,
+def forward(gates, h0, weights, states, work, estimate,
             B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
-            LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, MERGE: tl.constexpr):
+            LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, HALF: tl.constexpr):
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -33,7 +34,26 @@ def forward(gates, h0, weights, states, starts, ends, prods, grows, sizes, count
     group = b * blocks + block
     begin = c * L
     stop = tl.minimum(begin + L, T)
+    # What the segments exchange: rows (B, C, D) of starts, ends, M, G, sizes and marks, then flags.
+    joints = C.to(tl.int64) * B * D
+    per_segment = L // {mark_every}
+    starts = work
+    ends = starts + {size} * joints
+    prods = ends + {size} * joints
+    grows = prods + {entries} * joints
+    sizes = grows + {entries} * joints
+    marks = sizes + {size} * joints
+    counters = marks + {size} * joints * per_segment * HALF
+    opened = counters + B * blocks
+    dirty = opened + B * blocks
 """
+
+
+def work_size(programs: StepPrograms, batch: int, width: int, shape: Shape, half: bool) -> int:
+    """Numbers in float32 that the kernel's `work` holds."""
+    size, entries = programs.size, len(programs.m.flat)
+    rows = 3 * size + 2 * entries + (size * (shape.length // MARK_EVERY) if half else 0)
+    return batch * (shape.segments * width * rows + -(-width // shape.block) * (shape.segments + 2))
 
 
 def forward_source(programs: StepPrograms) -> str:
@@ -78,17 +98,17 @@ def forward_source(programs: StepPrograms) -> str:
     warm += running_loop(gate_loads, lambda row: advance, first="begin - ahead", count="ahead", step=1, group=GROUP)
     warm += [f"tl.store({joint('starts', s, 'c')}, {name}, mask=mask)" for s, name in enumerate(prev)]
     first += ["if MANY:", *indent(warm)]
-    again = [f"{name} = tl.load({joint('starts', s, 'c')}, mask=mask, other=0.0)" for s, name in enumerate(prev)]
     lines += [
-        "run = 1",
-        "if STAGE > 0:",
-        "    if tl.load(opened + group) == 0:",
+        "run = 1.0",
+        "if STAGE > 1:",
+        "    if tl.load(opened + group) == 0.0:",
         "        return",
+        "if STAGE > 2:",
         "    run = tl.load(dirty + (b * C + c) * blocks + block)",
         "if STAGE == 0:",
         *indent(first),
         "else:",
-        *indent(again),
+        *indent([f"{name} = tl.load({joint('starts', s, 'c')}, mask=mask, other=0.0)" for s, name in enumerate(prev)]),
     ]
 
     # The pass.
@@ -110,107 +130,110 @@ def forward_source(programs: StepPrograms) -> str:
     )
     for array, names in (("ends", prev), ("prods", m_names), ("grows", g_names), ("sizes", z_names)):
         run_tangent += [f"tl.store({joint(array, k, 'c')}, {n}, mask=mask)" for k, n in enumerate(names)]
+
+    def mark(k: int, row: str) -> str:
+        return f"marks + ((({k} * B + b) * C + c) * per_segment + ({row} - begin) // {MARK_EVERY}) * D + lane"
+
+    def leave_mark(row: str) -> list[str]:
+        due = f"mask & (({row} - begin) % {MARK_EVERY} == {MARK_EVERY - 1})"
+        store = [f"    tl.store({mark(k, row)}, {name}, mask=due)" for k, name in enumerate(prev)]
+        return ["if MANY and HALF:", f"    due = {due}", *store]
+
     plain = running_loop(
         gate_loads,
-        lambda row: [*advance, *store_states(row)],
+        lambda row: [*advance, *store_states(row), *leave_mark(row)],
         first="begin",
         count="(stop - begin)",
         step=1,
         group=GROUP,
     )
     plain_ends = [f"tl.store({joint('ends', k, 'c')}, {n}, mask=mask)" for k, n in enumerate(prev)]
-    again = ["row = begin", "finish = stop", "running = 1", *_rerun(programs, state_at, gate, advance)]
-    for k, name in enumerate(prev):
-        again.append(f"kept_end = tl.load({joint('ends', k, 'c')}, mask=mask, other=0.0)")
-        again.append(f"tl.store({joint('ends', k, 'c')}, tl.where(running == 0, kept_end, {name}), mask=mask)")
+    # Before any launch reads them.
+    plain_ends += [
+        "if c == 0:",
+        "    tl.store(counters + group, 0.0)",
+        "    tl.store(opened + group, 0.0)",
+        "    tl.store(estimate + b * D + lane, tl.zeros([BD], tl.float32), mask=mask)",
+    ]
+    again = _settle(programs, joint, state_at, gate, advance, mark)
     lines += ["if STAGE == 0:", *indent(plain), "    if MANY:", *indent(plain_ends, 2)]
-    lines += ["elif run != 0:", "    if STAGE == 1:", *indent(again, 2), "    else:", *indent(run_tangent, 2)]
+    lines += ["elif STAGE == 1:", *indent(again), "elif run != 0.0:", *indent(run_tangent)]
 
-    lines += ["if MANY:", *indent(_arrive(programs, joint, state_at, gate, advance, m_names, g_names, z_names))]
-    return _HEAD + "\n".join(indent(lines)) + "\n"
-
-
-def _arrive(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -> list[str]:
-    """The program that arrives last at its channel block compares the joints; from the second launch it joins them."""
     joins = _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names)
-    return [
-        "tl.debug_barrier()",
-        "arrived = tl.atomic_add(counters + group, 1, sem='acq_rel')",
-        "if arrived == C - 1:",
-        "    tl.store(counters + group, 0)",
-        "    if STAGE < 2:",
-        *indent(_compare(programs, joint), 2),
-        "    else:",
+    lines += [
+        "if STAGE > 1:",
+        "    tl.debug_barrier()",
+        "    arrived = tl.atomic_add(counters + group, 1.0, sem='acq_rel')",
+        "    if arrived == C - 1:",
+        "        tl.store(counters + group, 0.0)",
         *indent(joins, 2),
     ]
+    head = _HEAD.format(size=size, entries=len(m_names), mark_every=MARK_EVERY)
+    return head + "\n".join(indent(lines)) + "\n"
 
 
-def _compare(programs, joint) -> list[str]:
-    """Joints that do not match bit for bit: their segments start again from the end before them."""
-    wide = {"rows": "rows[:, None]", "following": "(rows + 1)[:, None]"}
-
-    def at(array: str, k: int, row: str) -> str:
-        return joint(array, k, wide[row]).replace("+ lane", "+ lane[None, :]")
-
-    tile = [
-        f"rows = cc + tl.arange(0, {JOINT_TILE})",
-        "inside = (rows < C - 1)[:, None] & mask[None, :]",
-        f"apart = tl.zeros([{JOINT_TILE}, BD], tl.int32)",
-    ]
-    for k, s in enumerate(programs.slots):
-        tile.append(f"e_{s} = tl.load({at('ends', k, 'rows')}, mask=inside, other=0.0, cache_modifier='.cg')")
-        tile.append(f"b_{s} = tl.load({at('starts', k, 'following')}, mask=inside, other=0.0, cache_modifier='.cg')")
-        tile.append(f"apart = tl.where((b_{s} == e_{s}) | ((b_{s} != b_{s}) & (e_{s} != e_{s})), apart, 1)")
-    tile += [
-        f"tl.store({at('starts', k, 'following')}, e_{s}, mask=inside & (apart != 0))"
-        for k, s in enumerate(programs.slots)
-    ]
-    tile += [
-        "flag = tl.max(apart, axis=1)",
-        "any_open = tl.maximum(any_open, tl.max(flag, axis=0))",
-        "tl.store(dirty + (b * C + rows + 1) * blocks + block, flag, mask=rows < C - 1)",
-    ]
-    return [
-        "any_open = 0",
-        f"for cc in range(0, C - 1, {JOINT_TILE}):",
-        *indent(tile),
-        "tl.store(dirty + b * C * blocks + block, 0)",
-        "tl.store(opened + group, any_open)",
-        # The next stage needs the tangents of every segment of an open block.
-        "if STAGE == 1:",
-        f"    for cc in range(0, C, {JOINT_TILE}):",
-        f"        rows = cc + tl.arange(0, {JOINT_TILE})",
-        "        tl.store(dirty + (b * C + rows) * blocks + block, rows * 0 + 1, mask=rows < C)",
-        "tl.store(estimate + b * D + lane, tl.zeros([BD], tl.float32), mask=mask)",
-    ]
+def _unlike(pairs: list[tuple[str, str]], where: str) -> list[str]:
+    """Sets `apart` to 1 in lanes where a pair differs, two NaNs being alike; elsewhere to 0."""
+    lines = ["apart = tl.zeros([BD], tl.int32)"]
+    for mine, other in pairs:
+        alike = f"(({mine} == {other}) | (({mine} != {mine}) & ({other} != {other})))"
+        lines.append(f"apart = tl.where({alike} | ~({where}), apart, 1)")
+    return lines
 
 
-def _rerun(programs, state_at, gate, advance) -> list[str]:
-    """From `row` to `finish` or until the states are, bit for bit, those stored already (then `running` is 0)."""
+def _settle(programs, joint, state_at, gate, advance, mark) -> list[str]:
+    """Stage 1: where start and the end before differ, from that end until what is stored is met.
+
+    Ends are read and not written, so the segments need not wait for each other. A run that meets what is stored has
+    the stored end; another says that its channel block is open.
+    """
+    prev = programs.prev_names
+    before = [f"tl.load({joint('ends', k, '(c - 1)')}, mask=mask & (c > 0), other=0.0)" for k in range(len(prev))]
+    lines = [f"true_{k} = {load}" for k, load in enumerate(before)]
+    lines += _unlike([(p, f"true_{k}") for k, p in enumerate(prev)], "mask & (c > 0)")
+    lines.append("running = tl.max(apart, axis=0)")
+    rerun = [f"{p} = true_{k}" for k, p in enumerate(prev)]
+    rerun += [f"tl.store({joint('starts', k, 'c')}, {p}, mask=mask)" for k, p in enumerate(prev)]
+    rerun += ["row = begin", "finish = stop", *_rerun(programs, state_at, gate, advance, mark)]
+    check = [f"end_{k} = tl.load({joint('ends', k, 'c')}, mask=mask, other=0.0)" for k in range(len(prev))]
+    check += _unlike([(p, f"end_{k}") for k, p in enumerate(prev)], "mask")
+    check += ["if tl.max(apart, axis=0) != 0:", "    tl.store(opened + group, 1.0)"]
+    return [*lines, "if running != 0:", *indent(rerun), "    if running != 0:", *indent(check, 2)]
+
+
+def _rerun(programs, state_at, gate, advance, mark=None) -> list[str]:
+    """From `row` to `finish`, or until the states are, bit for bit, those stored already (then `running` is 0).
+
+    In half precision the comparison is with the marks of the first run, where they are given and hold.
+    """
     prev = programs.prev_names
     count = rows_at_once(len(advance) + 4 * len(prev) + len(programs.gate_names), RERUN_GROUP)
+    # A group may not step over a mark.
+    count = 1 << (count.bit_length() - 1)
     group = []
     for u in range(count):
         group.append(f"ok{u} = mask & (row + {u} < finish)")
         group += [f"next{u}_{g} = {gate(k, f'(row + {u})', f'ok{u}')}" for k, g in enumerate(programs.gate_names)]
-        group += [
-            f"old{u}_{k} = tl.load({state_at(k, f'(row + {u})')}, mask=ok{u}, other=0.0, cache_modifier='.cg')"
-            ".to(tl.float32)"
-            for k in range(len(prev))
-        ]
+    last = count - 1
+    # A state that has met the stored one follows it ever after, so the last row of the group decides.
+    for k in range(len(prev)):
+        place = state_at(k, f"(row + {last})")
+        group.append(f"old_{k} = tl.load({place}, mask=ok{last}, other=0.0, cache_modifier='.cg').to(tl.float32)")
     for u in range(count):
         group += [f"{g} = next{u}_{g}" for g in programs.gate_names]
         group += [f"past_{k} = {p}" for k, p in enumerate(prev)]
         group += advance
         group += [f"{p} = tl.where(row + {u} < finish, {p}, past_{k})" for k, p in enumerate(prev)]
         group += [f"tl.store({state_at(k, f'(row + {u})')}, {p}, mask=ok{u})" for k, p in enumerate(prev)]
-    # A state that has met the stored one follows it ever after, so the last row of the group decides.
-    last = count - 1
-    group.append("apart = tl.zeros([BD], tl.int32)")
-    for k, p in enumerate(prev):
-        equal = f"(({p} == old{last}_{k}) | (({p} != {p}) & (old{last}_{k} != old{last}_{k})))"
-        group.append(f"apart = tl.where({equal} & ok{last}, apart, 1)")
-    group += [f"row += {count}", "if MERGE:", "    running = tl.max(tl.where(mask, apart, 0), axis=0)"]
+    met = _unlike([(p, f"old_{k}") for k, p in enumerate(prev)], "mask")
+    group += [f"row += {count}", "if not HALF:"]
+    # Past the end there is nothing to be met.
+    group += indent([*met, "running = tl.where(row <= finish, tl.max(apart, axis=0), running)"])
+    if mark is not None:
+        group.append("else:")
+        at_mark = [f"old_{k} = tl.load({mark(k, '(row - 1)')}, mask=mask, other=0.0)" for k in range(len(prev))]
+        at_mark += [*met, "running = tl.max(apart, axis=0)"]
+        group += [f"    if ((row - begin) % {MARK_EVERY} == 0) & (row <= finish):", *indent(at_mark, 2)]
     return ["while (row < finish) & (running != 0):", *indent(group)]
 
 
@@ -229,7 +252,7 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
     zero = "tl.zeros([BD], tl.float32)"
     start = [f"{letter}_{s} = {zero}" for letter in ("d", "n", "worst", "moved") for s in slots]
     start += [f"scale_{s} = tl.full([BD], 1e-36, tl.float32)" for s in slots]
-    start += ["exact = mask", "any_open = 0"]
+    start += ["exact = mask"]
     for k, (s, bound) in enumerate(zip(slots, programs.bounds, strict=True)):
         if bound is not None:
             start.append(f"first_{s} = tl.load({joint('starts', k, '0')}, mask=mask, other=0.0{fresh})")
@@ -256,11 +279,11 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
             lines.append(f"moved_{s} = maximum(moved_{s}, {weighted(i, 'tl.abs(d_{})')})")
             lines.append(f"worst_{s} = maximum(worst_{s}, {weighted(i, '(tl.abs(d_{0}) + n_{0})')} + f_{s})")
         lines += statements(programs.correct.program, [*(f"d_{s}" for s in slots), *(f"n_{s}" for s in slots), *new])
-        write = ["changed = tl.zeros([BD], tl.int32)"]
+        write = ["changed = tl.zeros([BD], tl.float32)"]
         for k, s in enumerate(slots):
-            write.append(f"changed = tl.where(w_{s} != b_{s}, 1, changed)")
+            write.append(f"changed = tl.where(w_{s} != b_{s}, 1.0, changed)")
             write.append(f"tl.store({joint('starts', k, f'({row} + 1)')}, w_{s}, mask=mask)")
-        write.append("changed = tl.where(mask, changed, 0)")
+        write.append("changed = tl.where(mask, changed, 0.0)")
         write.append(f"tl.store(dirty + (b * C + {row} + 1) * blocks + block, tl.max(changed, axis=0))")
         return [*lines, "if not LAST:", f"    if {row} + 1 < C:", *indent(write, 2)]
 
@@ -271,11 +294,11 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
         scan.append(f"error = maximum(error, worst_{s} / scale_{s})")
     scan += [
         "error = tl.where(exact, 0.0, error)",
-        "any_open = tl.max(tl.where(mask & ~(good | exact), 1, 0), axis=0)",
+        "any_open = tl.max(tl.where(mask & ~(good | exact), 1.0, 0.0), axis=0)",
         "tl.store(opened + group, any_open)",
-        "tl.store(dirty + b * C * blocks + block, 0)",
+        "tl.store(dirty + b * C * blocks + block, 0.0)",
     ]
-    scan += ["if LAST:", "    if any_open != 0:", *indent(_walk(programs, joint, state_at, gate, advance), 2)]
+    scan += ["if LAST:", "    if any_open != 0.0:", *indent(_walk(programs, joint, state_at, gate, advance), 2)]
     scan.append("tl.store(estimate + b * D + lane, error, mask=mask)")
     return scan
 
@@ -285,13 +308,11 @@ def _walk(programs, joint, state_at, gate, advance) -> list[str]:
     slots, prev = programs.slots, programs.prev_names
     fresh = ", cache_modifier='.cg'"
     lines = [f"{p} = tl.load({joint('starts', k, '0')}, mask=mask, other=0.0{fresh})" for k, p in enumerate(prev)]
-    here = ["apart = tl.zeros([BD], tl.int32)"]
-    for k, (s, p) in enumerate(zip(slots, prev, strict=True)):
-        here.append(f"old_{k} = tl.load({joint('starts', k, 'cc')}, mask=mask, other=0.0{fresh})")
-        here.append(f"apart = tl.where(({p} == old_{k}) | (({p} != {p}) & (old_{k} != old_{k})), apart, 1)")
-        here.append(f"e_{s} = tl.load({joint('ends', k, 'cc')}, mask=mask, other=0.0{fresh})")
+    here = [f"old_{k} = tl.load({joint('starts', k, 'cc')}, mask=mask, other=0.0{fresh})" for k in range(len(prev))]
+    here += [f"e_{s} = tl.load({joint('ends', k, 'cc')}, mask=mask, other=0.0{fresh})" for k, s in enumerate(slots)]
+    here += _unlike([(p, f"old_{k}") for k, p in enumerate(prev)], "mask")
     here += [
-        "running = tl.max(tl.where(mask, apart, 0), axis=0)",
+        "running = tl.max(apart, axis=0)",
         "row = cc * L",
         "finish = tl.minimum(row + L, T)",
         *_rerun(programs, state_at, gate, advance),

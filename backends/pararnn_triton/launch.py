@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import linecache
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
 from typing import Any
@@ -16,7 +16,7 @@ import triton.language as tl
 from pararnn.programs import StepPrograms
 from pararnn_triton import device_math
 from pararnn_triton.backward_source import backward_source
-from pararnn_triton.forward_source import forward_source
+from pararnn_triton.forward_source import forward_source, work_size
 from pararnn_triton.interpreter import interpreting, patch
 from pararnn_triton.shape import Shape
 
@@ -46,38 +46,62 @@ def kernels(programs: StepPrograms) -> ModuleType:
     return programs.compiled["triton"]
 
 
-class Launcher:
-    """Launches kernels on one set of arguments, past Triton's own argument handling once a like launch was compiled.
+class Launches:
+    """The launches of one kernel layout, past Triton's own argument handling once a like call was compiled.
 
-    That handling takes longer on the host than these kernels on the device. What Triton specialises a kernel on is in
-    the key: types, the alignment of addresses, and of the numbers whether each is 1 or divisible by 16.
+    That handling takes longer on the host than these kernels on the device, so what it would find out on every call
+    is found out on the first: one object stands for one layout, one kind of tensors and one alignment of addresses.
     """
 
-    def __init__(self, grid: int, warps: int, tensors: Sequence[torch.Tensor], numbers: Sequence[int | float]) -> None:
-        self.grid, self.warps, self.arguments = grid, warps, (*tensors, *numbers)
-        self.device = tensors[0].device
-        self.key = (
-            warps,
-            self.device,
-            *((t.dtype, t.data_ptr() % 16 == 0) for t in tensors),
-            *((n == 1, n % 16 == 0, n < 2**31) for n in numbers if isinstance(n, int)),
-        )
+    def __init__(self, grid: int, warps: int, numbers: tuple[int | float, ...], steps: list[tuple[Any, ...]]) -> None:
+        self.grid, self.warps, self.numbers = grid, warps, numbers
+        # Of each launch its kernel and constants, and once it was compiled what starts it.
+        self.steps = steps
+        self.runners: list[Any] = []
 
-    def __call__(self, kernel: Any, *constants: Any) -> None:
-        key = (kernel, constants, self.key)
-        compiled = _compiled.get(key)
-        if compiled is None:
-            compiled = kernel[(self.grid,)](*self.arguments, *constants, num_warps=self.warps, **_OPTIONS)
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        device = tensors[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(*tensors)
+        if not self.runners:
+            return self._compile(tensors)
+        stream = triton.runtime.driver.active.get_current_stream(device.index)
+        # As numbers, because the driver would be asked about each tensor whether its address is valid.
+        addresses = [t.data_ptr() for t in tensors]
+        for runner, rest in self.runners:
+            runner(*addresses, *rest, stream=stream)
+
+    def _compile(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        runners = []
+        for kernel, *constants in self.steps:
+            rest = (*self.numbers, *constants)
+            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **_OPTIONS)
             if not interpreting():
-                _compiled[key] = compiled
-        elif self.device.index == torch.cuda.current_device():
-            compiled[(self.grid, 1, 1)](*self.arguments, *constants)
-        else:
-            with torch.cuda.device(self.device):
-                compiled[(self.grid, 1, 1)](*self.arguments, *constants)
+                runners.append((compiled[(self.grid, 1, 1)], rest))
+        self.runners = runners
 
 
-_compiled: dict[tuple[Any, ...], Any] = {}
+# Layouts that are remembered for one cell; beyond that the oldest go.
+_REMEMBERED = 256
+
+
+def _remembered(programs: StepPrograms, key: tuple[Any, ...], make: Callable[[], Launches]) -> Launches:
+    known = programs.compiled.setdefault("triton launches", {})
+    found = known.get(key)
+    if found is None:
+        if len(known) >= _REMEMBERED:
+            known.pop(next(iter(known)))
+        found = known[key] = make()
+    return found
+
+
+def _aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all addresses are multiples of 16, which Triton compiles another kernel for."""
+    together = 0
+    for tensor in tensors:
+        together |= tensor.data_ptr()
+    return together % 16 == 0
 
 
 def run_forward(
@@ -91,34 +115,32 @@ def run_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States (B, T, S, D) in the gates' dtype, and the estimated error by channel (B, D) (zeros where exact)."""
     batch, time, _, width = gates.shape
-    size, segments = programs.size, shape.segments
-    states = torch.empty((batch, time, size, width), dtype=gates.dtype, device=gates.device)
-    many = segments > 1
-    estimate = (torch.empty if many else torch.zeros)((batch, width), dtype=torch.float32, device=gates.device)
-    entries = len(programs.m.flat)
-    blocks = triton.cdiv(width, shape.block)
+    device, many = gates.device, shape.segments > 1
+    half = int(gates.dtype != torch.float32)
+    states = torch.empty((batch, time, programs.size, width), dtype=gates.dtype, device=device)
     if many:
-        # One allocation for everything that the segments exchange.
-        counts = (size, size, entries, entries, size)
-        exchange = torch.empty((sum(counts), batch, segments, width), dtype=torch.float32, device=gates.device)
-        starts, ends, prods, grows, sizes = exchange.split(counts)
-        counters = torch.zeros(batch * blocks, dtype=torch.int32, device=gates.device)
-        flags = torch.empty(batch * blocks * (segments + 1), dtype=torch.int32, device=gates.device)
-        opened, dirty = flags.split((batch * blocks, batch * blocks * segments))
+        count = work_size(programs, batch, width, shape, bool(half))
+        work = torch.empty(count, dtype=torch.float32, device=device)
+        estimate = torch.empty((batch, width), dtype=torch.float32, device=device)
     else:
-        starts = ends = prods = grows = sizes = estimate
-        counters = opened = dirty = estimate
-    launch = Launcher(
-        batch * segments * blocks,
-        shape.warps,
-        (gates, gates if h0 is None else h0, params, states, starts, ends, prods, grows, sizes, counters, dirty, opened,
-         estimate),
-        (batch, time, width, shape.length, segments, shape.warmup, tol, accept),
-    )  # fmt: skip
-    forward = kernels(programs).forward
-    for k in range(shape.passes):
-        last = k == shape.passes - 1
-        launch(forward, EPSILON, shape.block, min(k, 2), last, many, h0 is not None, gates.dtype == torch.float32)
+        work = estimate = torch.zeros((batch, width), dtype=torch.float32, device=device)
+    first = gates if h0 is None else h0
+
+    def make() -> Launches:
+        forward = kernels(programs).forward
+        last = shape.passes - 1
+        return Launches(
+            batch * shape.segments * triton.cdiv(width, shape.block),
+            shape.warps,
+            (batch, time, width, shape.length, shape.segments, shape.warmup, tol, accept),
+            [
+                (forward, EPSILON, shape.block, min(k, 3), k == last, many, h0 is not None, half)
+                for k in range(shape.passes)
+            ],
+        )
+
+    key = (gates.shape, gates.dtype, device, h0 is None, shape, tol, accept, _aligned(gates, first, params))
+    _remembered(programs, key, make)(gates, first, params, states, work, estimate)
     return states, estimate
 
 
@@ -133,25 +155,31 @@ def run_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cotangents of the gate inputs (B, T, G, D), of the params (P, D) and of h0 (B, S, D)."""
     batch, time, _, width = gates.shape
-    size, segments = programs.size, shape.segments
+    size, segments, many = programs.size, shape.segments, shape.segments > 1
     kind: dict[str, Any] = {"dtype": torch.float32, "device": gates.device}
-    blocks = triton.cdiv(width, shape.block)
+    grid = batch * segments * triton.cdiv(width, shape.block)
     grad_gates = torch.empty_like(gates)
     grad_h0 = torch.empty((batch, size, width), **kind)
     # Partial sums by segment, added up in a fixed order: atomics would make the gradient depend on timing.
     grad_params = torch.empty((len(programs.params), batch * segments, width), **kind)
-    grid = batch * segments * blocks
-    module = kernels(programs)
-    common = (gates, gates if h0 is None else h0, params, states, cotangent)
-    sizes = (batch, time, width, shape.length, segments)
-    many = segments > 1
+    first = gates if h0 is None else h0
+    numbers = (batch, time, width, shape.length, segments)
+    constants = (shape.block, h0 is not None)
+    common = (gates, first, params, states, cotangent)
+    key = (gates.shape, gates.dtype, gates.device, h0 is None, shape, _aligned(*common))
     futures = grad_h0
     if many:
         maps = torch.empty((len(programs.n.flat) + size, batch, segments, width), **kind)
         futures = torch.empty((size, batch, segments, width), **kind)
-        counters = torch.zeros(batch * blocks, dtype=torch.int32, device=gates.device)
-        launch = Launcher(grid, shape.warps, (*common, maps, futures, grad_h0, counters), sizes)
-        launch(module.adjoint_maps, shape.block, h0 is not None)
-    launch = Launcher(grid, shape.warps, (*common, futures, grad_h0, grad_gates, grad_params), sizes)
-    launch(module.back_propagate, shape.block, h0 is not None, many)
+        counters = torch.zeros(batch * triton.cdiv(width, shape.block), dtype=torch.int32, device=gates.device)
+        _remembered(
+            programs,
+            ("adjoint_maps", *key),
+            lambda: Launches(grid, shape.warps, numbers, [(kernels(programs).adjoint_maps, *constants)]),
+        )(*common, maps, futures, grad_h0, counters)
+    _remembered(
+        programs,
+        ("back_propagate", *key),
+        lambda: Launches(grid, shape.warps, numbers, [(kernels(programs).back_propagate, *constants, many)]),
+    )(*common, futures, grad_h0, grad_gates, grad_params)
     return grad_gates, grad_params.sum(dim=1), grad_h0
