@@ -14,10 +14,11 @@ from torch import nn
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
 from pararnn.drives import with_drives
+from pararnn.linear_cells import solved_linearly
 from pararnn.newton import newton_apply
 from pararnn.sequential import sequential_apply
 from pararnn.stats import NewtonStats
-from pararnn_torch.apply import is_tracked
+from pararnn_torch.apply import apart, is_tracked
 from pararnn_torch.compiled import SEQUENTIAL, compiled_solve, ticket_for
 from pararnn_torch.drives import joined_drives
 
@@ -100,6 +101,26 @@ class CellLayer(nn.Module):
             states = _time_loop(cell, x, h0, stats, packing)
         self.heard(stats)
         return states
+
+    def passed_on(self, states: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """What the next layer reads, from the states and this layer's input."""
+        kind = self.kind
+        if kind.family == "linear":
+            rows = kind.d_h * (len(kind.gates) - 1)
+            r = nn.functional.linear(x, self.W_x.weight[rows:], self.W_x.bias[rows:])
+            return (states @ r.unflatten(-1, kind.state_shape[:2]).unsqueeze(-1)).flatten(-3)
+        return states if kind.state_slots == 1 else states[:, :, kind.hidden_slot]
+
+    def scan(
+        self, x: torch.Tensor, h0: torch.Tensor | None, config: NewtonConfig | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and last state of a cell that is linear in its state, without the states between."""
+        stats, cell = NewtonStats(), self.cell
+        with apart(x.device):
+            y, end = cell.scan_apply(x, h0, return_state=True, form="recurrent" if config is None else "auto")
+        stats.fill(solved_linearly(x.dtype, int(x.shape[1])))
+        self.heard(stats)
+        return y, end
 
     def _compiled(
         self,

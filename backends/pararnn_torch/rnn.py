@@ -157,10 +157,15 @@ class ParaRNN(nn.Module):
         ends, y = [], x
         for k, (layer, start) in enumerate(zip(self._stack(), starts, strict=True)):
             own = {name: value for name, value in drives.items() if name in layer.kind.drives}
-            states = layer(y, start, config, packing, **own)
-            if self.return_hidden:
-                ends.append(_ends(states, packing.get("cu_seqlens"), start))
-            y = _hidden(layer.kind, states)
+            whole = packing or (self.output_hidden is False and k + 1 == self.num_layers)
+            if layer.kind.family == "linear" and not whole and not torch.compiler.is_compiling():
+                y, end = layer.scan(y, start, config)
+                ends.append(end)
+            else:
+                states = layer(y, start, config, packing, **own)
+                if self.return_hidden:
+                    ends.append(_ends(states, packing.get("cu_seqlens"), start))
+                y = layer.passed_on(states, y)
             if self.dropout and self.training and k + 1 < self.num_layers:
                 y = nn.functional.dropout(y, self.dropout)
         out = states if self.output_hidden is False else y
@@ -345,10 +350,6 @@ def _stacked(cell: ChannelwiseCell) -> ChannelwiseCell:
     new = cell._copy(cell.max_recurrent_norm, arrays)
     new._set(cell.d_h, cell.d_h, cell.max_recurrent_norm, arrays)
     return new
-
-
-def _hidden(kind: ChannelwiseCell, states: torch.Tensor) -> torch.Tensor:
-    return states if kind.state_slots == 1 else states[:, :, kind.hidden_slot]
 
 
 def _hidden_first(kind: ChannelwiseCell) -> list[int]:

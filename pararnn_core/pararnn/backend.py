@@ -13,6 +13,7 @@ from pararnn.apart import pull_back_apart, solve_apart
 from pararnn.arrays import Array
 from pararnn.engine import ArrayEngine
 from pararnn.front import Front
+from pararnn.linear_cells import describe_linear, pull_back_linear, solve_linear
 from pararnn.mixing import describe_mixing, pull_back_mixing, solve_mixing
 from pararnn.per_step import solve_per_step
 from pararnn.problem import Problem
@@ -45,7 +46,7 @@ class Backend:
     def families(self) -> tuple[str, ...]:
         """The kinds of cell that it solves; a backend with a solve of its own says so if it takes more than these."""
         own = type(self).newton is not Backend.newton
-        return ("channelwise",) if own else ("channelwise", "mixing")
+        return ("channelwise",) if own else ("channelwise", "mixing", "linear")
 
     def probe(self) -> str | None:
         """None if this backend can run here, else a sentence that says what is missing."""
@@ -65,6 +66,10 @@ class Backend:
             states, stats = solve_apart(problem, solve_mixing) if problem.packed else solve_mixing(problem)
             stats.scan_backend = self.name
             return states, stats
+        if problem.cell.family == "linear":
+            states, stats = solve_apart(problem, solve_linear) if problem.packed else solve_linear(problem)
+            stats.scan_backend = self.name
+            return states, stats
         engine, pinned = self.engine(problem), pinned_per_step(problem)
         if pinned is not None and problem.packed:
             # A scan over single steps multiplies with zero at a head, and 0 · NaN would pass it.
@@ -82,12 +87,18 @@ class Backend:
             if problem.packed:
                 return pull_back_apart(problem, pull_back_mixing, states, cotangent)
             return pull_back_mixing(problem, states, cotangent)
+        if problem.cell.family == "linear":
+            if problem.packed:
+                return pull_back_apart(problem, pull_back_linear, states, cotangent)
+            return pull_back_linear(problem, states, cotangent)
         return pull_back(problem, self.engine(problem), states, cotangent)
 
     def describe(self, problem: Problem) -> dict[str, object]:
         """What :func:`pararnn.explain` shows: path, segment_len, segments, passes, reason."""
         if problem.cell.family == "mixing":
             return describe_mixing(problem)
+        if problem.cell.family == "linear":
+            return describe_linear(problem)
         config, pinned = problem.config, pinned_per_step(problem)
         if pinned is not None:
             return {

@@ -114,7 +114,10 @@ def _other_family(backend: Backend, problem: Problem) -> str | None:
     """A backend is asked only about cells of a kind that it solves."""
     if problem.cell.family in getattr(backend, "families", ("channelwise",)):
         return None
-    return f"it solves channelwise cells, and {type(problem.cell).__name__} multiplies by a matrix at every step"
+    name = type(problem.cell).__name__
+    if problem.cell.family == "linear":
+        return f"it solves channelwise cells, and {name} has a matrix as its state"
+    return f"it solves channelwise cells, and {name} multiplies by a matrix at every step"
 
 
 def _choice(backend: Backend, problem: Problem, refusals: dict[str, str]) -> Choice:

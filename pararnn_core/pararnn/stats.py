@@ -25,7 +25,7 @@ class NewtonStats:
         scan_backend: the backend that ran.
         picard_iters: Picard sweeps made before Newton.
         residual_history: max_residual before each correction, where it was computed.
-        path: 'sequential', 'segments' or 'per-step'.
+        path: 'sequential', 'segments', 'per-step', or 'scan' for a recurrence that is linear in its state.
         segment_len, segments: L, and how many segments a window had.
         windows: stretches of time solved one after the other.
         passes: passes over the segments, the writing pass included (the most of any window).

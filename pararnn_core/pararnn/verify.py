@@ -191,8 +191,15 @@ def verify_layers(
             start = None if start is None else cast(xp, start, xp.float64)
         oracle = sequential_apply(true_cell, given, h0=start, **packing)
         reports.append(compare(cell, parallel, oracle, stats, atol=atol, rtol=rtol, reference=reference))
-        x, given = (a if cell.state_slots == 1 else a[:, :, cell.hidden_slot, :] for a in (parallel, oracle))
+        x, given = _passed_on(cell, parallel, problem.x), _passed_on(true_cell, oracle, given)
     return reports[0] if len(reports) == 1 else _joined(reports)
+
+
+def _passed_on(cell: Any, states: Array, x: Array) -> Array:
+    """What the next layer reads."""
+    if cell.family == "linear":
+        return cell.readout(cell.xp, states, x)
+    return states if cell.state_slots == 1 else states[:, :, cell.hidden_slot, :]
 
 
 def _joined(reports: list[AgreementReport]) -> AgreementReport:
@@ -247,7 +254,7 @@ def compare(
         total, count = total + float(xp.sum(gap)), count + math.prod(true.shape)
         if slots[name] >= max(slots.values()):
             flat = int(xp.argmax(xp.reshape(gap, (-1,))))
-            _, time, width = true.shape
+            time, width = int(true.shape[1]), math.prod(true.shape[2:])
             worst = {
                 "slot": name,
                 "batch": flat // (time * width),

@@ -11,6 +11,7 @@ from pararnn.cells.minlstm import ParaMinLSTM
 from pararnn.cells.mixing import MixingCell
 from pararnn.cells.nlru import ParaNLRU
 from pararnn.cells.protocol import RNNCell, check_cell
+from pararnn.cells.rwkv7 import ParaRWKV7
 from pararnn.cells.s5 import ParaS5
 from pararnn.cells.slstm import ParaSLSTM
 from pararnn.cells.stock import StockGRU, StockLSTM, StockRNN
@@ -30,6 +31,7 @@ __all__ = [
     "ParaMinGRU",
     "ParaMinLSTM",
     "ParaNLRU",
+    "ParaRWKV7",
     "ParaS5",
     "ParaSLSTM",
     "ParaTanh",
