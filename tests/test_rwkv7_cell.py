@@ -210,3 +210,15 @@ def test_other_libraries(library):
     cell, x, s0 = made(2, 3)
     got = newton_apply(cell.to(xp), xp.asarray(x), h0=xp.asarray(s0))
     np.testing.assert_allclose(np.asarray(got), newton_apply(cell, x, h0=s0), rtol=1e-9, atol=1e-11)
+
+
+def test_packed_documents_are_solved_apart():
+    """P43: as in every cell, a document's result does not depend on its neighbours."""
+    cell, x, s0 = made(2, 3, time=60, batch=1)
+    cuts, starts = [0, 25, 25, 60], np.concatenate([s0, 2.0 * s0, -s0])
+    got = newton_apply(cell, x, h0=starts, cu_seqlens=cuts)
+    for n, (first, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        alone = newton_apply(cell, x[:, first:stop], h0=starts[n : n + 1])
+        np.testing.assert_allclose(got[:, first:stop], alone, rtol=1e-10, atol=1e-12)
+    grads = newton_vjp(cell, x, h0=starts, cu_seqlens=cuts)[1](np.ones_like(got))
+    assert grads.h0.shape == starts.shape and np.all(np.isfinite(grads.x))

@@ -431,7 +431,7 @@ def test_to_a_dtype_and_back():
 
 def test_it_prints_what_it_is():
     text = repr(module(ParaSLSTM, 2, solver="newton"))
-    assert "ParaSLSTM(3, 5, max_recurrent_norm=0.5, eps=1e-06)" in text and "solver='newton'" in text
+    assert "ParaSLSTM(3, 5, max_recurrent_norm=0.5, eps=1e-06, forget_gate=" in text and "solver='newton'" in text
 
 
 # --- agreement and stats ------
