@@ -37,8 +37,8 @@ def solver(programs, gates, params, layout: Layout):
     name = str(gates.dtype).removeprefix("torch.")
 
     def run():
-        card = CudaCard(programs, name, XP, gates.device)
-        return run_forward(card, programs, name, gates, None, None, params, None, layout, TOL, ACCEPT)
+        with CudaCard(programs, name, XP, gates.device) as card:
+            return run_forward(card, programs, name, gates, None, None, params, None, layout, TOL, ACCEPT)
 
     return run
 

@@ -13,7 +13,7 @@ struct ThreadIndex
 {
     unsigned int x;
 };
-static ThreadIndex blockIdx, blockDim, threadIdx;
+[[maybe_unused]] static ThreadIndex blockIdx, blockDim, threadIdx;
 
 static inline void __threadfence() {}
 

@@ -20,7 +20,6 @@ import numpy as np
 from pararnn.arrays import dtype_name, namespace_name
 from pararnn.programs import StepPrograms, programs_of
 from pararnn_cupy import CupyBackend
-from pararnn_cupy.launch import addresses
 from pararnn_cupy.source import cuda_source
 
 COMPILER = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
@@ -62,9 +61,26 @@ def library(text: str, options: tuple[str, ...]) -> ctypes.CDLL:
     return ctypes.CDLL(str(target))
 
 
-def pointer(array: np.ndarray) -> int:
-    assert array.flags.c_contiguous
-    return array.ctypes.data
+class HostElementwise:
+    """What cupy.ElementwiseKernel does, on NumPy arrays."""
+
+    def __init__(self, given: str, made: str, text: str, name: str, *, preamble: str, **keywords: Any) -> None:
+        self.made = [word.split() for word in made.split(", ")]
+        kind = {"float32": "float", "float64": "double"}[self.made[0][0]]
+        lines = [f"const {kind} &{w.split()[1]} = given[{k}][i];" for k, w in enumerate(given.split(", "))]
+        lines += [f"{kind} &{w} = made[{k}][i];" for k, (_, w) in enumerate(self.made)]
+        loop = "\n".join(lines) + "\n" + text
+        head = f'extern "C" void {name}(long long n, const {kind} **given, {kind} **made)'
+        self.run = library(f"{preamble}\n{head}\n{{ for (long long i = 0; i < n; i++) {{\n{loop}\n}} }}\n", ())[name]
+        self.launches = 0
+
+    def __call__(self, *given: np.ndarray) -> tuple[np.ndarray, ...]:
+        whole = [np.ascontiguousarray(a) for a in np.broadcast_arrays(*given)]
+        results = [np.full(whole[0].shape, np.nan, kind) for kind, _ in self.made]
+        tables = [(ctypes.c_void_p * len(group))(*(a.ctypes.data for a in group)) for group in (whole, results)]
+        self.run(ctypes.c_longlong(whole[0].size), *tables)
+        self.launches += 1
+        return tuple(results)
 
 
 class HostCard:
@@ -73,17 +89,28 @@ class HostCard:
     def __init__(self, programs: StepPrograms, dtype: str, options: tuple[str, ...] = ()) -> None:
         self.library = library(cuda_source(programs, dtype), options)
 
+    def __enter__(self) -> HostCard:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
     def empty(self, shape: tuple[int, ...], dtype: str) -> np.ndarray:
         if dtype.startswith("float"):
             return np.full(shape, np.nan, dtype=dtype)
         return np.full(shape, 0x55, dtype={"bfloat16": "uint16"}.get(dtype, dtype))
 
-    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[Any]) -> None:
-        given = addresses(arguments, pointer)
-        kinds = [ctypes.c_double if isinstance(a, float) else ctypes.c_longlong for a in given]
+    def address(self, array: np.ndarray | None) -> int:
+        if array is None:
+            return 0
+        assert array.flags.c_contiguous
+        return array.ctypes.data
+
+    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[int | float]) -> None:
+        kinds = [ctypes.c_double if isinstance(a, float) else ctypes.c_longlong for a in arguments]
         run = getattr(self.library, f"run_{kernel}")
         run.argtypes, run.restype = [ctypes.c_longlong] * 2 + kinds, None
-        run(-(-threads // block), block, *given)
+        run(-(-threads // block), block, *arguments)
 
 
 class HostBackend(CupyBackend):

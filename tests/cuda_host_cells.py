@@ -93,7 +93,8 @@ def past_the_end() -> None:
     gates, params = np.zeros((1, 8, 1, 4), np.float32), np.zeros((1, 4), np.float32)
     states = np.zeros((1, 6, 1, 4), np.float32)
     per_channel = np.zeros((1, 4), np.float32), np.zeros((1, 4), np.int32)
-    card.launch("time_loop", 4, 32, (gates, None, None, params, states, *per_channel, 1, 8, 4))
+    arrays = map(card.address, (gates, None, None, params, states, *per_channel))
+    card.launch("time_loop", 4, 32, (*arrays, 1, 8, 4))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,15 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import pararnn.registry
-from cuda_host import COMPILER, HostBackend, HostCard, pointer, sanitized_environment
+from cuda_host import COMPILER, HostBackend, HostCard, HostElementwise, sanitized_environment
 from pararnn import (
     BackendUnavailableError,
     NewtonConfig,
@@ -25,12 +27,12 @@ from pararnn import (
     newton_apply,
     sequential_apply,
 )
-from pararnn.graph import Graph, Program
+from pararnn.graph import Graph, Program, compile_array
 from pararnn.problem import make_problem
 from pararnn.programs import programs_of
 from pararnn_conformance.runner import run_all
 from pararnn_cupy import CupyBackend, environment
-from pararnn_cupy.launch import addresses
+from pararnn_cupy.fused import fused_function
 from pararnn_cupy.layout import choose_layout
 from pararnn_cupy.print_cuda import body, number
 from pararnn_cupy.source import STORED, cuda_source
@@ -40,6 +42,7 @@ NVCC = shutil.which("nvcc")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler (g++, clang++ or c++) on the path")
 needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc on the path")
 HERE = Path(__file__).parent
+TIGHT = {np.float32: {"rtol": 1e-5, "atol": 2e-6}, np.float64: {"rtol": 1e-13, "atol": 1e-15}}
 
 
 @pytest.fixture
@@ -291,18 +294,53 @@ def test_halves_are_rounded_to_nearest_and_even(dtype):
     states = np.zeros((1, 1, 1, lanes), gates.dtype)
     params = np.full((1, lanes), factor)
     left = np.zeros((1, lanes), np.float32), np.zeros((1, lanes), np.int32)
-    card.launch("time_loop", lanes, 32, (gates, None, None, params, states, *left, 1, 1, lanes))
+    arrays = map(card.address, (gates, None, None, params, states, *left))
+    card.launch("time_loop", lanes, 32, (*arrays, 1, 1, lanes))
     got = states.ravel()
     got = got.astype(np.float32) if dtype == "float16" else (got.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(got, rounded)
 
 
+class OnCard(np.ndarray):
+    """An array whose device can be entered, as CuPy's can."""
+
+    device = nullcontext()
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("name", ["advance", "advance_tangent", "correct", "jacobians", "back_propagate"])
+def test_a_program_is_one_launch_and_gives_what_the_array_printer_gives(monkeypatch, name, dtype):
+    """Rows (4, 6) with params (6,), as mixing cells and pinned solves call it."""
+    made = []
+
+    def kernel(*parts, **keywords):
+        made.append(HostElementwise(*parts, **keywords))
+        return made[-1]
+
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ElementwiseKernel=kernel))
+    program = getattr(programs_of(ParaLSTM(1, 1)), name).program
+    rng = np.random.default_rng(0)
+    shapes = [(6,) if n.startswith(("p_", "lo_", "hi_")) else (4, 6) for n in program.inputs]
+    operands = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    wanted = compile_array(program)(np, *operands)
+    found = fused_function(program)(np, *(a.view(OnCard) for a in operands))
+    assert [k.launches for k in made] == [1]
+    for a, b in zip(found, wanted, strict=True):
+        assert np.asarray(a).dtype == np.asarray(b).dtype
+        np.testing.assert_allclose(np.broadcast_to(a, (4, 6)), np.broadcast_to(b, (4, 6)), **TIGHT[dtype])
+
+
+def test_programs_on_mixed_or_foreign_dtypes_go_operation_by_operation():
+    g = Graph()
+    x, y = g.input("x"), g.input("y")
+    run = fused_function(Program("xy", [x + y, x, g.const(2.0)]))
+    out = run(np, np.ones(3, np.float32), np.ones(3))
+    np.testing.assert_array_equal(out[0], np.full(3, 2.0))
+    assert out[2] == 2.0
+
+
 # The backend's questions.
-
-
-def test_addresses_pass_numbers_and_nothing():
-    array = np.zeros(3)
-    assert addresses((array, None, 7, 0.5), pointer) == (array.ctypes.data, 0, 7, 0.5)
 
 
 def test_the_layout_covers_the_sequence_once():
@@ -310,7 +348,7 @@ def test_the_layout_covers_the_sequence_once():
         layout = choose_layout(batch, time, width, segment_len=None, warmup=None, passes=4, long_memory=False)
         assert (layout.segments - 1) * layout.length < time <= layout.segments * layout.length
         assert layout.warmup <= layout.length and layout.passes >= 3
-    for full in ((64, 2048, 1024), (8, 256, 256)):
+    for full in ((64, 2048, 1024), (8, 128, 256)):
         assert choose_layout(*full, segment_len=None, warmup=None, passes=4, long_memory=False).segments == 1
     assert choose_layout(1, 9999, 64, segment_len=None, warmup=None, passes=4, long_memory=True).segments == 1
 
@@ -345,7 +383,6 @@ def test_the_probe_says_what_is_missing(monkeypatch, spec, driver, wheel, wanted
 )  # fmt: skip
 def test_the_probe_asks_cupy_itself(monkeypatch, broken, wanted):
     """A driver is there, and something behind it is not."""
-    from types import SimpleNamespace
 
     def fails():
         raise RuntimeError("libnvrtc.so.13: cannot open shared object file")

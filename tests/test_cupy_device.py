@@ -52,10 +52,14 @@ def test_forward_and_gradients_equal_the_time_loop(kind, dtype, length):
     seed = np.random.default_rng(5).standard_normal(states.shape)
     _, true = newton_vjp(wide, x.astype(np.float64), NewtonConfig(scan_backend="array"), h0.astype(np.float64))
     expected, found = true(seed), pullback(cp.asarray(seed.astype(dtype)))
-    band = {"float64": 1e-11, "float32": 1e-4, "float16": 3e-2}[name]
+    band = {"float64": 1e-11, "float32": 1e-4, "float16": 3e-3}[name]
+    # Both read states rounded to halves, which matters most where the normaliser of an sLSTM is small.
+    _, by_array = newton_vjp(cell, x, NewtonConfig(scan_backend="array"), h0)
+    other = by_array(seed.astype(dtype))
     for label, value in {"x": found.x, "h0": found.h0, **found.params}.items():
         reference = {"x": expected.x, "h0": expected.h0, **expected.params}[label]
-        assert np.abs(value.get() - reference).max() <= band * np.abs(reference).max(), label
+        inherent = np.abs({"x": other.x, "h0": other.h0, **other.params}[label] - reference).max()
+        assert np.abs(value.get() - reference).max() <= max(band * np.abs(reference).max(), 1.2 * inherent), label
 
 
 def test_auto_takes_it_for_cupy_arrays():
@@ -71,6 +75,34 @@ def test_what_needs_the_array_solver_still_runs_on_cupy_arrays():
     cp.testing.assert_allclose(pinned, sequential_apply(cell, x), atol=1e-5)
     with pytest.raises(TypeError, match="pinned"):
         newton_apply(cell, x, NewtonConfig(scan_backend="cupy", max_iters=6))
+
+
+def test_a_mixing_cell_is_one_product_and_one_kernel_a_step():
+    """Stock GRU: products by CuPy, the elementwise part fused."""
+    from pararnn import StockGRU
+
+    cell = StockGRU(3, 24, seed=0)
+    x = np.random.default_rng(0).standard_normal((2, 300, 3)).astype(np.float32)
+    mine, given = on_card(cell, x)
+    stats = NewtonStats()
+    states, pullback = newton_vjp(mine, given, SEGMENTS, stats=stats)
+    loop, true = newton_vjp(cell, x, NewtonConfig(scan_backend="array"))
+    cp.testing.assert_allclose(states, loop, atol=2e-5)
+    assert stats.path == "segments" and stats.scan_backend == "cupy"
+    found, expected = pullback(cp.ones_like(states)), true(np.ones_like(loop))
+    for name, value in {"x": expected.x, **expected.params}.items():
+        mine_too = {"x": found.x, **found.params}[name].get()
+        assert np.abs(mine_too - value).max() <= 1e-3 * np.abs(value).max(), name
+
+
+def test_linear_attention_on_cupy_arrays():
+    from pararnn.linear_attention import gla
+
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 70, 2, 8)).astype(np.float32) for _ in range(3))
+    decay = -rng.uniform(0.0, 2.0, (1, 70, 2, 8)).astype(np.float32)
+    host, card = gla(q, k, v, decay), gla(*map(cp.asarray, (q, k, v, decay)))
+    cp.testing.assert_allclose(card[0], host[0], atol=1e-4)
 
 
 def test_chaos_is_walked_to_the_time_loop_bit_for_bit():

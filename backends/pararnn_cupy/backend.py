@@ -33,6 +33,7 @@ class CupyBackend(Backend):
     name = "cupy"
     priority = 35
     front = NumbaFront()
+    families = ("channelwise", "mixing")
 
     def probe(self) -> str | None:
         return environment_sentence()
@@ -52,6 +53,11 @@ class CupyBackend(Backend):
 
     def _accepts_options(self, problem: Problem) -> str | None:
         config, (_, time, _, width) = problem.config, problem.shape
+        if problem.cell.family == "mixing":
+            # Solved by the core: its products are CuPy's, and its elementwise programs are fused kernels.
+            if namespace_name(problem.xp) == "torch":
+                return "it solves cells that mix channels on CuPy arrays only"
+            return super().accepts(problem)
         if config.pinned(time) is not None:
             return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
         if config.coords == "log" or config.jac_structure is not None:
@@ -79,13 +85,15 @@ class CupyBackend(Backend):
             # The device's memory is not kept for figures that nobody may ask for.
             stats.__getstate__()
             return states.get(), stats
+        if problem.cell.family == "mixing":
+            return super().newton(problem)
         layout, config = _layout(problem), problem.config
         # An exact solve accepts no error, so what does not match is walked.
         tol = -1.0 if config.exact else tolerance(config, problem)
         accept = 5.0 * tol
-        with quiet(problem.xp):
+        with quiet(problem.xp), self.card(problem) as card:
             states, estimate, walked = run_forward(
-                self.card(problem), programs_of(problem.cell), dtype_name(problem.dtype), *_operands(problem),
+                card, programs_of(problem.cell), dtype_name(problem.dtype), *_operands(problem),
                 _guess(problem), layout, tol, accept,
             )  # fmt: skip
         states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
@@ -117,14 +125,16 @@ class CupyBackend(Backend):
 
             found = self.pull_back(_on_device(problem), cupy.asarray(states), cupy.asarray(cotangent))
             return Gradients(found.x.get(), {n: a.get() for n, a in found.params.items()}, found.h0.get())
+        if problem.cell.family == "mixing":
+            return super().pull_back(problem, states, cotangent)
         xp, cell = problem.xp, problem.cell
         batch, time, features, width = problem.shape
         slots = (batch, time, cell.state_slots, width)
         whole = _contiguous(xp, xp.reshape(states, slots))
         given = _contiguous(xp, xp.reshape(cast(xp, cotangent, problem.dtype), slots))
-        with quiet(xp):
+        with quiet(xp), self.card(problem) as card:
             d_gates, sums, d_h0 = run_backward(
-                self.card(problem), programs_of(cell), dtype_name(problem.dtype), *_operands(problem), whole, given,
+                card, programs_of(cell), dtype_name(problem.dtype), *_operands(problem), whole, given,
                 _layout(problem),
             )  # fmt: skip
             totals = xp.sum(sums, axis=1)
@@ -138,6 +148,8 @@ class CupyBackend(Backend):
             return Gradients(d_x, grads, h0)
 
     def describe(self, problem: Problem) -> dict[str, object]:
+        if problem.cell.family == "mixing":
+            return super().describe(problem)
         layout = _layout(problem)
         reason = _reason(layout)
         if self._is_on_host(problem):

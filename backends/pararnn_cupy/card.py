@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 from pararnn.arrays import Array, Namespace, namespace_name
 from pararnn.programs import StepPrograms
-from pararnn_cupy.launch import Argument, addresses
 from pararnn_cupy.source import cuda_source
 
 # Fused multiply-adds of the compiler's own choice would round differently from kernel to kernel, and joints could not
@@ -24,16 +25,18 @@ def _module(source: str) -> Any:
 
 
 class Kernels:
-    """The kernels of one cell and dtype; CuPy loads them on each device when they are first launched there."""
+    """The kernels of one cell and dtype, loaded on each device when they are first launched there."""
 
     def __init__(self, programs: StepPrograms, dtype: str) -> None:
         self.module = _module(cuda_source(programs, dtype))
-        self.by_name: dict[str, Any] = {}
+        self.loaded: dict[tuple[int, str], Any] = {}
 
-    def get(self, name: str) -> Any:
-        if name not in self.by_name:
-            self.by_name[name] = self.module.get_function(name)
-        return self.by_name[name]
+    def get(self, device: int, name: str) -> Any:
+        """The function on the device, which must be the current one."""
+        key = (device, name)
+        if key not in self.loaded:
+            self.loaded[key] = self.module.get_function(name).kernel
+        return self.loaded[key]
 
 
 def kernels_of(programs: StepPrograms, dtype: str) -> Kernels:
@@ -43,32 +46,52 @@ def kernels_of(programs: StepPrograms, dtype: str) -> Kernels:
     return compiled[dtype]
 
 
+# How the driver is told that parameters come as one block of memory: pairs of a word and an address, and an end.
+_POINTER, _SIZE, _END = 1, 2, 0
+
+
 class CudaCard:
-    """Memory from the arrays' own library, launches through CuPy on the stream that this library is using."""
+    """Memory from the arrays' own library, launches on the stream that this library is using."""
 
     def __init__(self, programs: StepPrograms, dtype: str, xp: Namespace, device: Any) -> None:
         import cupy
 
         self.xp, self.device = xp, device
         self.kernels = kernels_of(programs, dtype)
+        self.driver = cupy.cuda.driver
         if namespace_name(xp) == "torch":
             import torch
 
-            self.context = cupy.cuda.Device(device.index)
-            self.stream = cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream)
-            self.pointer = lambda a: a.data_ptr()
+            self.context, self.number = cupy.cuda.Device(device.index), device.index
+            self.stream = torch.cuda.current_stream(device).cuda_stream
         else:
-            self.context = device
+            self.context, self.number = device, device.id
             with self.context:
-                self.stream = cupy.cuda.get_current_stream()
-            self.pointer = lambda a: a.data.ptr
+                self.stream = cupy.cuda.get_current_stream().ptr
+
+    def __enter__(self) -> CudaCard:
+        self.context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.context.__exit__(*error)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        with self.context:
-            return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self.device)
+        return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self.device)
 
-    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[Argument]) -> None:
-        with self.context:
-            self.kernels.get(kernel).kernel(
-                (-(-threads // block), 1, 1), (block, 1, 1), addresses(arguments, self.pointer), 0, self.stream
-            )
+    def address(self, array: Array | None) -> int:
+        if array is None:
+            return 0
+        return array.data_ptr() if hasattr(array, "data_ptr") else array.data.ptr
+
+    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[int | float]) -> None:
+        # Packed here, because CuPy makes an object of every parameter, which takes longer than the kernels.
+        layout = "".join("d" if isinstance(a, float) else "q" for a in arguments)
+        packed = struct.pack(layout, *arguments)
+        size = ctypes.c_size_t(len(packed))
+        place = ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p).value
+        extra = (ctypes.c_void_p * 5)(_POINTER, place, _SIZE, ctypes.addressof(size), _END)
+        self.driver.launchKernel(
+            self.kernels.get(self.number, kernel).ptr,
+            -(-threads // block), 1, 1, block, 1, 1, 0, self.stream, 0, ctypes.addressof(extra),
+        )  # fmt: skip

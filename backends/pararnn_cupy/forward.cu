@@ -217,25 +217,31 @@ extern "C" __global__ void plain_pass(const store_t *gates, const work_t *biases
     }
 }
 
-// Runs rows first ... stop - 1 from s, or until the states are those stored already: then true. A state that has met
-// the stored one follows it ever after. Half precision does not show all bits of a state and never meets.
+// Runs rows first ... stop - 1 from s, or until the states are those that were run from `old` before: then true. A
+// state that has met the other follows it ever after. Stored halves do not show all bits of a state, so for them the
+// old states are run again beside the new ones.
 __device__ __forceinline__ bool rerun(const store_t *gates, const States &states, const work_t (&bias)[GATES],
-                                      const work_t (&p)[PARAM_PLACES], work_t (&s)[SLOTS], index_t b, index_t T,
-                                      index_t first, index_t stop, index_t D, int d)
+                                      const work_t (&p)[PARAM_PLACES], work_t (&s)[SLOTS], work_t (&old)[SLOTS],
+                                      index_t b, index_t T, index_t first, index_t stop, index_t D, int d)
 {
     constexpr int GROUP = AHEAD < 4 ? AHEAD : 4;
     Gates rows(gates, b, T, first, D, d);
     for (index_t row = first; row < stop; row += GROUP)
     {
-        store_t raw[GROUP][GATES], old[GROUP][SLOTS];
+        store_t raw[GROUP][GATES];
+#if STORED_AS_COMPUTED
+        store_t stored[GROUP][SLOTS];
+#endif
         bool met = false;
 #pragma unroll
         for (int u = 0; u < GROUP; u++)
         {
             if (row + u >= stop) break;
             rows.load(raw[u], u);
+#if STORED_AS_COMPUTED
 #pragma unroll
-            for (int k = 0; k < SLOTS; k++) old[u][k] = fresh(states(row + u, k));
+            for (int k = 0; k < SLOTS; k++) stored[u][k] = fresh(states(row + u, k));
+#endif
         }
         rows.move(GROUP);
 #pragma unroll
@@ -246,9 +252,13 @@ __device__ __forceinline__ bool rerun(const store_t *gates, const States &states
             widened(g, raw[u], bias);
             advance(s, g, p);
             states.write(s, row + u);
-            met = STORED_AS_COMPUTED;
+#if STORED_AS_COMPUTED
 #pragma unroll
-            for (int k = 0; k < SLOTS; k++) met = met && same(s[k], widen(old[u][k]));
+            for (int k = 0; k < SLOTS; k++) old[k] = stored[u][k];
+#else
+            advance(old, g, p);
+#endif
+            met = all_same(s, old);
         }
         if (met) return true;
     }
@@ -274,7 +284,7 @@ extern "C" __global__ void rerun_pass(const store_t *gates, const work_t *biases
             work_t p[PARAM_PLACES], bias[GATES];
             load_channel(p, bias, params, biases, D, at.d);
             const States out(states, at.b, T, D, at.d);
-            if (!rerun(gates, out, bias, p, s, at.b, T, begin, stop, D, at.d))
+            if (!rerun(gates, out, bias, p, s, start, at.b, T, begin, stop, D, at.d))
             {
                 changed = !all_same(s, e);
 #pragma unroll
@@ -305,7 +315,7 @@ __device__ __noinline__ int walk(const store_t *gates, const work_t *biases, con
         bool met = all_same(s, start);
         if (!met)
         {
-            met = rerun(gates, out, bias, p, s, at.b, T, begin, stop, D, at.d);
+            met = rerun(gates, out, bias, p, s, start, at.b, T, begin, stop, D, at.d);
             count++;
         }
         if (met) take_fresh(s, ends, first + c * D, lanes);

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from pararnn.arrays import Array
 from pararnn.programs import StepPrograms
 from pararnn_cupy.layout import Layout
 
-Argument = Array | int | float | None
-
 
 class Card(Protocol):
-    """Memory and launches for the arrays of one call: their library, device and stream."""
+    """Memory and launches for the arrays of one call, while it is entered: their library, device and stream."""
+
+    def __enter__(self) -> Card: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         """Fresh memory."""
 
-    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[Argument]) -> None:
-        """Puts a kernel of this call's cell in the stream; arrays are passed as addresses, None as no address."""
+    def address(self, array: Array | None) -> int:
+        """Where an array's memory begins; 0 for None."""
+
+    def launch(self, kernel: str, threads: int, block: int, arguments: Sequence[int | float]) -> None:
+        """Puts a kernel of this call's cell in the stream. All its parameters are 8 bytes wide."""
 
 
 def run_forward(
@@ -50,34 +55,37 @@ def run_forward(
     work = work_name(dtype)
     states = card.empty((batch, time, size, width), dtype)
     estimate = card.empty((batch, width), work)
-    walked = card.empty((batch, width), "int32")
-    given = (gates, bias, h0, params)
+    counts = card.empty((3, batch, width), "int32")
+    given = tuple(map(card.address, (gates, bias, h0, params)))
+    written, errors = card.address(states), card.address(estimate)
+    walked, opened, counters = (card.address(counts) + 4 * k * batch * width for k in range(3))
     if segments == 1:
-        card.launch("time_loop", batch * width, layout.block, (*given, states, estimate, walked, batch, time, width))
-        return states, estimate, walked
-
-    def joints(count: int) -> Array:
-        return card.empty((count, batch, segments, width), work)
-
-    starts, ends, new_ends, sizes = (joints(size) for _ in range(4))
-    prods, grows = joints(entries), joints(entries)
-    stale = card.empty((batch, segments, width), "uint8")
-    opened, counters = (card.empty((batch, width), "int32") for _ in range(2))
+        card.launch("time_loop", batch * width, layout.block, (*given, written, errors, walked, batch, time, width))
+        return states, estimate, counts[0, ...]
+    # One allocation for everything that the segments exchange.
+    lengths = (size, size, size, size, entries, entries)
+    exchange = card.empty((sum(lengths), batch, segments, width), work)
+    step = batch * segments * width * (8 if work == "float64" else 4)
+    starts, ends, new_ends, sizes, prods, grows = (
+        card.address(exchange) + step * sum(lengths[:k]) for k in range(len(lengths))
+    )
+    stale_flags = card.empty((batch, segments, width), "uint8")
+    stale = card.address(stale_flags)
     threads = batch * segments * width
     shape = (batch, time, width, layout.length, segments)
     card.launch(
         "plain_pass", threads, layout.block,
-        (*given, guess, states, starts, ends, opened, counters, estimate, walked, *shape, layout.warmup),
+        (*given, card.address(guess), written, starts, ends, opened, counters, errors, walked, *shape, layout.warmup),
     )  # fmt: skip
-    inputs = (gates, bias, params)
-    card.launch("rerun_pass", threads, layout.block, (*inputs, states, starts, ends, new_ends, opened, *shape))
+    inputs = (given[0], given[1], given[3])
+    card.launch("rerun_pass", threads, layout.block, (*inputs, written, starts, ends, new_ends, opened, *shape))
     for k in range(2, layout.passes):
         card.launch(
             "tangent_pass", threads, layout.block,
-            (*inputs, states, starts, ends, new_ends, prods, grows, sizes, stale, opened, counters, estimate, walked,
-             *shape, int(k == 2), int(k == layout.passes - 1), tol, accept),
+            (*inputs, written, starts, ends, new_ends, prods, grows, sizes, stale, opened, counters, errors, walked,
+             *shape, int(k == 2), int(k == layout.passes - 1), float(tol), float(accept)),
         )  # fmt: skip
-    return states, estimate, walked
+    return states, estimate, counts[0, ...]
 
 
 def run_backward(
@@ -104,26 +112,24 @@ def run_backward(
     size, segments, work = programs.size, layout.segments, work_name(dtype)
     threads = batch * segments * width
     shape = (batch, time, width, layout.length, segments)
-    given = (gates, bias, h0, params, states, cotangent)
+    given = tuple(map(card.address, (gates, bias, h0, params, states, cotangent)))
     grad_gates = card.empty(tuple(gates.shape), dtype)
     grad_h0 = card.empty((batch, size, width), work)
     sums = card.empty((len(programs.params) + count, batch * segments, width), work)
-    futures = None
+    out = tuple(map(card.address, (grad_h0, grad_gates, sums)))
+    futures = 0
     if segments > 1:
-        maps = card.empty((len(programs.n.flat), batch, segments, width), work)
-        offsets, futures = (card.empty((size, batch, segments, width), work) for _ in range(2))
+        entries = len(programs.n.flat)
+        exchange = card.empty((entries + 2 * size, batch, segments, width), work)
+        step = threads * (8 if work == "float64" else 4)
+        maps = card.address(exchange)
+        offsets, futures = maps + step * entries, maps + step * (entries + size)
         card.launch("adjoint_maps", threads, layout.block, (*given, maps, offsets, *shape))
-        card.launch("join_maps", batch * width, 32, (maps, offsets, futures, grad_h0, batch, width, segments))
-    card.launch("back_propagate", threads, layout.block, (*given, futures, grad_h0, grad_gates, sums, *shape))
+        card.launch("join_maps", batch * width, 32, (maps, offsets, futures, out[0], batch, width, segments))
+    card.launch("back_propagate", threads, layout.block, (*given, futures, *out, *shape))
     return grad_gates, sums, grad_h0
 
 
 def work_name(dtype: str) -> str:
     """The dtype of the arithmetic for arrays of `dtype`."""
     return "float64" if dtype == "float64" else "float32"
-
-
-def addresses(arguments: Sequence[Argument], pointer: Any) -> tuple[int | float, ...]:
-    """What a kernel is given for `arguments`."""
-    plain = (int, float)
-    return tuple(a if isinstance(a, plain) else 0 if a is None else pointer(a) for a in arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 # Launches of a solve over segments: a plain pass, a rerun of what did not match, and passes with tangents. Those that
@@ -34,11 +35,11 @@ def choose_layout(
     loop = Layout(max(time, 1), 1, 0, block_of(lanes), 1)
     if segment_len is None:
         # With this many channels the plain loop already keeps the memory busy; short ones end before a join would.
-        if lanes >= 32_768 or time <= 256 or long_memory:
+        if lanes >= 32_768 or time <= 128 or long_memory:
             return loop
-        # About 65,536 threads hide the latency of memory without more joints than needed.
-        segment_len = min(512, max(64, -(-time * lanes // 65_536)))
-        segment_len = -(-segment_len // 8) * 8
+        # Short segments wait for their warm-up and long ones for each other; in between lies 64 for 2^20 lanes and
+        # steps, growing with the root of their number.
+        segment_len = min(512, max(64, 1 << int(math.log2(64.0 * math.sqrt(time * lanes / 2**20)))))
     if segment_len >= time:
         return loop
     segments = -(-time // segment_len)

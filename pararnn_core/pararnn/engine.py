@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from array_api_compat import device
 
 from pararnn.arrays import Array, Namespace
-from pararnn.graph import compile_array
+from pararnn.graph import array_function
 from pararnn.programs import LoopProgram
 
 
@@ -69,9 +69,7 @@ class ArrayEngine:
         return _repeats[key]
 
     def function(self, loop: LoopProgram) -> Any:
-        if "array" not in loop.compiled:
-            loop.compiled["array"] = compile_array(loop.program)
-        return loop.compiled["array"]
+        return array_function(self.xp, loop.program, loop.compiled)
 
     def loop(
         self,

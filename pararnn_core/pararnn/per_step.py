@@ -17,7 +17,7 @@ from dataclasses import replace
 from pararnn.arrays import Array, Namespace, cast, epsilon, quiet
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.engine import ArrayEngine
-from pararnn.graph import compile_array
+from pararnn.graph import array_function
 from pararnn.lyapunov import largest_exponent
 from pararnn.picard import frozen_gate_states, published_sweeps
 from pararnn.problem import Problem
@@ -115,9 +115,7 @@ class _Window:
         self.cell, self.problem, self.error = cell, problem, error
         self.programs: StepPrograms = programs_of(cell, diagonal=check_structure(problem.cell, problem.config))
         loop = self.programs.step_and_jacobians
-        if "array" not in loop.compiled:
-            loop.compiled["array"] = compile_array(loop.program)
-        self.evaluate: Callable[..., tuple[Array, ...]] = loop.compiled["array"]
+        self.evaluate: Callable[..., tuple[Array, ...]] = array_function(xp, loop.program, loop.compiled)
         self.params = cell.recurrent(xp, problem.work_dtype)
         weight, bias = (cast(xp, a, problem.work_dtype) for a in cell.W_x)
         batch, time, _, width = problem.shape

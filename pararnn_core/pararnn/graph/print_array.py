@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from pararnn.arrays import Namespace, namespace_name
 from pararnn.graph.program import Instruction, Program
 
 _OPERATORS = {
@@ -61,3 +62,17 @@ def compile_array(program: Program) -> Callable[..., tuple[Any, ...]]:
     scope: dict[str, Any] = {}
     exec(compile(print_array(program), "<pararnn array program>", "exec"), scope)
     return scope["program"]
+
+
+# How a program becomes a function of arrays of a library, where one kernel can do what would be many calls; by the
+# library's name, put there by backends.
+FUSED: dict[str, Callable[[Program], Callable[..., tuple[Any, ...]]]] = {}
+
+
+def array_function(xp: Namespace, program: Program, compiled: dict[str, Any]) -> Callable[..., tuple[Any, ...]]:
+    """`program` as a function of ``(xp, *inputs)``, made once for each kind of library and kept in `compiled`."""
+    library = namespace_name(xp)
+    key = f"array {library}" if library in FUSED else "array"
+    if key not in compiled:
+        compiled[key] = FUSED.get(library, compile_array)(program)
+    return compiled[key]

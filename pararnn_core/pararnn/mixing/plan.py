@@ -47,6 +47,8 @@ class MixCosts:
 _COSTS = {
     "numpy": MixCosts(1.0, 0.25, 2.0, 60_000.0, 8_000.0),
     "torch": MixCosts(3.0, 0.25, 0.6, 60_000.0, 12_000.0),
+    # On a card, with a step's elementwise part in one launch.
+    "cupy": MixCosts(1.5, 0.001, 0.002, 20_000_000.0, 2_000_000.0),
 }
 
 
@@ -94,7 +96,7 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
         count = max(1, min(limit // wanted, WINDOW_BYTES // max(1, wanted * per_step)))
         why = f"segment_len={wanted} was asked for" if config.segment_len else f"{pinned} corrections were asked for"
         return MixPlan("segments", wanted, count, min(warmup, wanted), config.max_passes, why)
-    costs = _COSTS["torch" if namespace_name(problem.xp) == "torch" else "numpy"]
+    costs = _COSTS.get(namespace_name(problem.xp), _COSTS["numpy"])
     loop = time * costs.step_us(programs, batch * rows, width, inner, item, tangent=False)
     best: tuple[float, MixPlan] | None = None
     for length in SEGMENT_LENGTHS:

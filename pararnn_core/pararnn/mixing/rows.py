@@ -11,7 +11,7 @@ from typing import Any
 
 from pararnn.arrays import Array, cast
 from pararnn.cells.mixing import MixingCell, multiply, multiply_back, weight_cotangents
-from pararnn.graph import compile_array
+from pararnn.graph import array_function
 from pararnn.mixing.trace import Stage, mix_programs_of
 from pararnn.problem import Problem
 
@@ -35,11 +35,7 @@ class Rows:
 
     def function(self, program: Any) -> Any:
         """A program as a function of arrays, compiled once for all problems."""
-        compiled = self.programs.compiled
-        key = f"array {id(program)}"
-        if key not in compiled:
-            compiled[key] = compile_array(program)
-        return compiled[key]
+        return array_function(self.xp, program, self.programs.compiled.setdefault(f"program {id(program)}", {}))
 
     def _call(self, program: Any, like: Array, *operands: Array) -> list[Array]:
         xp = self.xp
