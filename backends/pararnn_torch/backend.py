@@ -67,6 +67,7 @@ class TorchBackend(Backend):
     offers: Mapping[str, str] = MappingProxyType(
         {
             "ParaRNN": "pararnn_torch.rnn:ParaRNN",
+            "parallelize": "pararnn_torch.parallelize:parallelize",
             "distributed.last_newton_residuals": "pararnn_torch.distributed:last_newton_residuals",
             "distributed.unwrap_distributed": "pararnn_torch.distributed:unwrap_distributed",
         }

@@ -128,7 +128,7 @@ class ParaRNN(nn.Module):
     def last_stats(self) -> NewtonStats | None:
         """Of the last forward; None before the first."""
         found = [layer.last_stats for layer in self._stack() if layer.last_stats is not None]
-        return found[0] if len(found) == 1 else _worst(found) if found else None
+        return found[0] if len(found) == 1 else worst(found) if found else None
 
     def forward(
         self,
@@ -366,7 +366,7 @@ def _shapes(value: Any) -> str:
     return type(value).__name__
 
 
-def _worst(stats: list[NewtonStats]) -> NewtonStats:
+def worst(stats: list[NewtonStats]) -> NewtonStats:
     """One report for several layers: of each number the one to worry about."""
     return replace(
         stats[-1],

@@ -22,6 +22,7 @@ from pararnn.cells import (
     ParaTanh,
     ParaTitans,
     ParaUnICORNN,
+    ResetFirstGRU,
     RNNCell,
     StockCfC,
     StockGRU,
@@ -38,6 +39,7 @@ from pararnn.errors import (
     UntraceableError,
 )
 from pararnn.explain import Explanation, explain
+from pararnn.from_weights import from_weights
 from pararnn.k_star import auto_newton_iters
 from pararnn.newton import newton_apply, newton_vjp
 from pararnn.packing import final_states
@@ -76,6 +78,7 @@ __all__ = [
     "ParaTitans",
     "ParaUnICORNN",
     "RNNCell",
+    "ResetFirstGRU",
     "StockCfC",
     "StockGRU",
     "StockLSTM",
@@ -89,6 +92,7 @@ __all__ = [
     "distributed",
     "explain",
     "final_states",
+    "from_weights",
     "linear_attention",
     "newton_apply",
     "newton_vjp",

@@ -11,6 +11,7 @@ from pararnn.cells.minlstm import ParaMinLSTM
 from pararnn.cells.mixing import MixingCell
 from pararnn.cells.nlru import ParaNLRU
 from pararnn.cells.protocol import RNNCell, check_cell
+from pararnn.cells.reset_first_gru import ResetFirstGRU
 from pararnn.cells.rwkv7 import ParaRWKV7
 from pararnn.cells.s5 import ParaS5
 from pararnn.cells.slstm import ParaSLSTM
@@ -39,6 +40,7 @@ __all__ = [
     "ParaUnICORNN",
     "Projection",
     "RNNCell",
+    "ResetFirstGRU",
     "StockCfC",
     "StockGRU",
     "StockLSTM",
