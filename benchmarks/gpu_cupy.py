@@ -37,7 +37,7 @@ def solver(programs, gates, params, layout: Layout):
     name = str(gates.dtype).removeprefix("torch.")
 
     def run():
-        with CudaCard(programs, name, XP, gates.device) as card:
+        with CudaCard(programs, gates.dtype, XP, gates.device) as card:
             return run_forward(card, programs, name, gates, None, None, params, None, layout, TOL, ACCEPT)
 
     return run

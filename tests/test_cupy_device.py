@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -179,6 +182,27 @@ def test_halves_of_torch(name):
     assert states.dtype == kind
     reference = sequential_apply(mine.to(dtype=torch.float32), given.float())
     assert error_of(cell, states.float().cpu().numpy(), reference.cpu().numpy()) <= CLOSE[name]
+
+
+def test_bfloat16_of_cupy():
+    """P21: the dtype that ml_dtypes gives to CuPy."""
+    kind = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed").bfloat16
+    cell, x = problem(ParaGRU, 90, width=33)
+    mine, given = cell.to(cp).to(dtype=cp.dtype(kind)), cp.asarray(x).astype(kind)
+    states, pullback = newton_vjp(mine, given, SEGMENTS)
+    assert states.dtype == kind
+    exact = mine.to(dtype=cp.dtype("float32")), given.astype(cp.float32)
+    assert error_of(cell, states.astype(cp.float32).get(), sequential_apply(*exact).get()) <= CLOSE["bfloat16"]
+    found = pullback(cp.ones_like(states)).x
+    true = newton_vjp(*exact)[1](cp.ones(states.shape, cp.float32)).x
+    assert found.dtype == kind and float(abs(found.astype(cp.float32) - true).max() / abs(true).max()) <= 2e-2
+
+
+def test_the_quick_start_runs(capsys):
+    page = (Path(__file__).parent.parent / "docs" / "cupy.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "docs/cupy.md", "exec"), {})
+    assert "backend  cupy" in capsys.readouterr().out
 
 
 def test_numpy_arrays_are_copied_there_and_back_where_it_is_named():

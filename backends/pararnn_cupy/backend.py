@@ -77,7 +77,7 @@ class CupyBackend(Backend):
         from pararnn_cupy.card import CudaCard
 
         # In public coordinates, where matching joints mean the time loop's states.
-        return CudaCard(programs_of(problem.cell), dtype_name(problem.dtype), problem.xp, problem.device)
+        return CudaCard(programs_of(problem.cell), problem.dtype, problem.xp, problem.device)
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         if self._is_on_host(problem):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from pararnn.arrays import Array, Namespace, namespace_name
+from pararnn.arrays import Array, Namespace, dtype_name, namespace_name
 from pararnn.programs import StepPrograms
 from pararnn_cupy.source import cuda_source
 
@@ -53,11 +53,13 @@ _POINTER, _SIZE, _END = 1, 2, 0
 class CudaCard:
     """Memory from the arrays' own library, launches on the stream that this library is using."""
 
-    def __init__(self, programs: StepPrograms, dtype: str, xp: Namespace, device: Any) -> None:
+    def __init__(self, programs: StepPrograms, dtype: Any, xp: Namespace, device: Any) -> None:
         import cupy
 
         self.xp, self.device = xp, device
-        self.kernels = kernels_of(programs, dtype)
+        # CuPy's namespace has no bfloat16 of its own, so the arrays' dtype is kept as it came.
+        self.dtypes = {dtype_name(dtype): dtype}
+        self.kernels = kernels_of(programs, dtype_name(dtype))
         self.driver = cupy.cuda.driver
         if namespace_name(xp) == "torch":
             import torch
@@ -77,7 +79,8 @@ class CudaCard:
         self.context.__exit__(*error)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Array:
-        return self.xp.empty(shape, dtype=getattr(self.xp, dtype), device=self.device)
+        kind = self.dtypes[dtype] if dtype in self.dtypes else getattr(self.xp, dtype)
+        return self.xp.empty(shape, dtype=kind, device=self.device)
 
     def address(self, array: Array | None) -> int:
         if array is None:
