@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pararnn.graph.print_array import FUSED
+from pararnn.graph import FUSED
 from pararnn_cupy.backend import CupyBackend
 from pararnn_cupy.fused import fused_function
 

@@ -3,10 +3,11 @@
 from pararnn.graph.derivative import jacobian, pullback, pushforward, topological
 from pararnn.graph.expr import Expr, Graph, add, mul, neg
 from pararnn.graph.namespace import SymbolicNamespace
-from pararnn.graph.print_array import array_function, compile_array, print_array
+from pararnn.graph.print_array import FUSED, array_function, compile_array, print_array
 from pararnn.graph.program import Instruction, Program
 
 __all__ = [
+    "FUSED",
     "Expr",
     "Graph",
     "Instruction",
