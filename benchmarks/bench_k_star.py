@@ -151,12 +151,17 @@ def measure(options) -> None:
                         k, errors, estimates = solver.per_step() if path == 1 else solver.segments(path)
                     rows.append({
                         "cell": name, "weights": weights, "T": time, "L": 1 if path == 1 else "auto", "steps": path,
-                        "seed": seed, "k": k, "errors": errors, "estimates": estimates,
+                        "seed": seed, "k": k, "errors": short(errors), "estimates": short(estimates),
                     })  # fmt: skip
         head["seconds"] = round(clock.perf_counter() - began, 1)
         if not options.dry:
             save(options.save, head, rows)
         show(rows, name, options)
+
+
+def short(values) -> list[float]:
+    """Three digits are enough to plot."""
+    return [float(f"{value:.3g}") for value in values]
 
 
 def worst(rows, name: str, weights: str, path, time: int) -> int | None:
@@ -192,7 +197,7 @@ def write(options) -> None:
             table = {}
             for name in names:
                 found = {t: worst(rows, name, weights, path, t) for t in times}
-                # A length at which no count agrees gets no entry.
+                # A length at which no count agrees gets no entry, nor one that was not measured.
                 table[name] = {t: k for t, k in found.items() if k is not None and k >= 0}
             tables[weights, path] = table
     lines = [

@@ -31,6 +31,9 @@ def measure(options) -> None:
     head = header(card=torch.cuda.get_device_name(), torch=torch.__version__, copy_tb_s=bandwidth / 1e12)
     print(" | ".join(f"{k} {v}" for k, v in head.items()), flush=True)
     rows = []
+    if options.rwkv7:
+        rows.append(rwkv7_row(options.time))
+        print(" ".join(f"{k} {v}" for k, v in rows[-1].items()), flush=True)
     for width in options.widths:
         for name in options.cells:
             try:
@@ -46,7 +49,8 @@ def measure(options) -> None:
                 f"{'ok' if row['ok'] else 'DISAGREES'} compile {row['compile_s']} s",
                 flush=True,
             )
-            save("gpu_zoo", head, rows)
+            save(options.save, head, rows)
+    save(options.save, head, rows)
 
 
 def row_of(name: str, width: int, time: int, bandwidth: float) -> dict:
@@ -92,6 +96,36 @@ def row_of(name: str, width: int, time: int, bandwidth: float) -> dict:
     }  # fmt: skip
 
 
+def rwkv7_row(time: int, heads: int = 1, d: int = 16) -> dict:
+    """RWKV-7 from input to output: projection, scan and readout, and the same with the gradient."""
+    import torch
+    from gpu_channelwise import called_ms
+
+    from pararnn import ParaRNN, ParaRWKV7
+
+    torch.manual_seed(0)
+    cell = ParaRWKV7(FEATURES, n_heads=heads, d_head=d, seed=0, xp=torch, device="cuda")
+    x = torch.randn(1, time, FEATURES, device="cuda")
+    y, short = cell.scan_apply(x), x[:, :2048].cpu().double()
+    wide = cell.to(device="cpu", dtype=torch.float64)
+    true = wide.scan_apply(short, form="recurrent")
+    error = float((y[:, :2048].cpu().double() - true).abs().max() / true.abs().max())
+    # The last steps again, from the state before them.
+    _, state = cell.scan_apply(x[:, :-2048], return_state=True)
+    tail = wide.scan_apply(x[:, -2048:].cpu().double(), state.cpu().double(), form="recurrent")
+    error = max(error, float((y[:, -2048:].cpu().double() - tail).abs().max() / tail.abs().max()))
+    row = {"cell": f"ParaRWKV7 {heads}x{d}", "T": time, "error": error, "ok": error <= 1e-4}
+    row["call_ms"], row["host_us"] = called_ms(lambda: cell.scan_apply(x), 10)
+    rnn = ParaRNN(cell)
+
+    def train() -> None:
+        rnn(x).square().mean().backward()
+
+    row["train_ms"], _ = called_ms(train, 3)
+    row["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    return row
+
+
 def python_loop_ms(cell, gates) -> float:
     """LOOP_STEPS steps of the cell's own step in torch calls."""
     import torch
@@ -116,7 +150,7 @@ def plot() -> None:
 
     plt.rcParams.update({"svg.hashsalt": "pararnn", "font.size": 8})
     stored = json.loads((RESULTS / "gpu_zoo.json").read_text())
-    rows = [r for r in stored["rows"] if r["D"] == 256 and r["ok"]]
+    rows = [r for r in stored["rows"] if r.get("D") == 256 and r["ok"]]
     figure, ax = plt.subplots(figsize=(8, 0.34 * len(rows) + 1.2))
     at = range(len(rows))
     for column, label, colour in (
@@ -142,6 +176,8 @@ def main() -> None:
     parser.add_argument("--cells", nargs="*", default=CELLS)
     parser.add_argument("--widths", nargs="*", type=int, default=[256, 32])
     parser.add_argument("--time", type=int, default=TIME)
+    parser.add_argument("--rwkv7", action="store_true", help="RWKV-7 first")
+    parser.add_argument("--save", default="gpu_zoo", help="name of the results file")
     options = parser.parse_args()
     if options.plot:
         plot()

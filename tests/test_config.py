@@ -25,6 +25,7 @@ from pararnn import (
     NotConvergedWarning,
     ParaGRU,
     ParaLSTM,
+    ParaRWKV7,
     ParaSLSTM,
     ParaTanh,
     auto_newton_iters,
@@ -189,6 +190,18 @@ def test_K_star_tables_are_whole_and_refuse_a_negative_length():
         assert all(isinstance(t, int) and isinstance(k, int) and t >= 1 and k >= 0 for t, k in table.items()), name
     with pytest.raises(ValueError, match="time"):
         auto_newton_iters(ParaGRU(2, 3), -1)
+    with pytest.raises(ValueError, match="weights"):
+        auto_newton_iters(ParaGRU(2, 3), 5, weights="best")
+
+
+def test_P10_K_star_through_131072():
+    """Measured: 0 for RWKV-7, an exact scan; at most 2 with segments, for every cell at initial weights."""
+    from pararnn.solvers.newton.k_star import MEASURED
+
+    assert auto_newton_iters(ParaRWKV7(2, d_head=2), 131072) == 0
+    assert auto_newton_iters(ParaGRU(2, 3), 131072, weights="trained") > auto_newton_iters(ParaGRU(2, 3), 131072)
+    for name, table in MEASURED["initial", "auto"].items():
+        assert max(table) == 131072 and max(table.values()) <= 2, name
 
 
 def test_compile_safe_config_needs_no_value_from_the_device():
