@@ -2,7 +2,7 @@
 
 `python benchmarks/gpu_zoo.py` prints the copy bandwidth's floor, the kernels under graph replay, one plain newton_apply
 (projection included), and a plain loop in torch calls (timed on 512 steps), each behind a check against the time loop.
-Saves results/gpu_zoo.json; `--plot` draws docs/zoo-speed.svg from it.
+Saves results/zoo_speed.json; `--plot` draws docs/zoo-speed.svg from it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def plot() -> None:
     import matplotlib.pyplot as plt
 
     plt.rcParams.update({"svg.hashsalt": "pararnn", "font.size": 8})
-    stored = json.loads((RESULTS / "gpu_zoo.json").read_text())
+    stored = json.loads((RESULTS / "zoo_speed.json").read_text())
     rows = [r for r in stored["rows"] if r.get("D") == 256 and r["ok"]]
     figure, ax = plt.subplots(figsize=(8, 0.34 * len(rows) + 1.2))
     at = range(len(rows))
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--widths", nargs="*", type=int, default=[256, 32])
     parser.add_argument("--time", type=int, default=TIME)
     parser.add_argument("--rwkv7", action="store_true", help="RWKV-7 first")
-    parser.add_argument("--save", default="gpu_zoo", help="name of the results file")
+    parser.add_argument("--save", default="zoo_speed", help="name of the results file")
     options = parser.parse_args()
     if options.plot:
         plot()
