@@ -239,6 +239,8 @@ def compare(
     for s, name in enumerate(cell.slots):
         mine = cast(xp, parallel if len(cell.slots) == 1 else parallel[:, :, s, :], wide)
         true = cast(xp, oracle if len(cell.slots) == 1 else oracle[:, :, s, :], wide)
+        # A matrix state counts as its entries.
+        mine, true = (xp.reshape(a, (*a.shape[:2], -1)) if a.ndim > 3 else a for a in (mine, true))
         if not math.prod(true.shape):
             slots[name] = 0.0
             continue

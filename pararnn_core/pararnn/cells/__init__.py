@@ -3,9 +3,11 @@
 from pararnn.cells.base import ChannelwiseCell, Projection
 from pararnn.cells.cfc import ParaCfC
 from pararnn.cells.gru import ParaGRU
+from pararnn.cells.hopfield import ParaHopfield
 from pararnn.cells.lem import ParaLEM
 from pararnn.cells.lru import ParaLRU
 from pararnn.cells.lstm import ParaLSTM
+from pararnn.cells.m2rnn import ParaM2RNN
 from pararnn.cells.mingru import ParaMinGRU
 from pararnn.cells.minlstm import ParaMinLSTM
 from pararnn.cells.mixing import MixingCell
@@ -26,9 +28,11 @@ __all__ = [
     "MixingCell",
     "ParaCfC",
     "ParaGRU",
+    "ParaHopfield",
     "ParaLEM",
     "ParaLRU",
     "ParaLSTM",
+    "ParaM2RNN",
     "ParaMinGRU",
     "ParaMinLSTM",
     "ParaNLRU",

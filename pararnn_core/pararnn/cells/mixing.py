@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -101,6 +102,12 @@ class MixingCell(ChannelwiseCell):
         """Rows of one state, channels in a row, and how many of them a product mixes."""
         return 1, self.d_h, self.head_shape(self.d_h)[1]
 
+    def step_work(self) -> Any:
+        """What the cost model knows about a step."""
+        from pararnn.mixing.plan import work_of
+
+        return work_of(self)
+
     def rows(self, problem: Any) -> Any:
         """What runs the step and its derivatives on many states at once."""
         from pararnn.mixing.rows import Rows
@@ -192,6 +199,29 @@ class MixingCell(ChannelwiseCell):
         rows = xp.reshape(x, (batch * time, features))
         d_x = xp.reshape(flat @ weight, (batch, time, features))
         return d_x, xp.matrix_transpose(flat) @ rows, xp.sum(flat, axis=0)
+
+
+def check_mix(owner: str, mix: str, n_heads: int | None) -> None:
+    """Refuses a mix that there is not, and a number of heads where there are none."""
+    if mix not in ("diag", "head", "dense"):
+        raise ValueError(f"{owner}: mix must be 'diag', 'head' or 'dense', got {mix!r}")
+    if mix == "head" and n_heads is None:
+        raise ValueError(f"{owner}: mix='head' needs n_heads, a divisor of hidden_size")
+    if mix == "head":
+        warnings.warn(
+            f"{owner}(mix='head') multiplies by a matrix at every step, which costs more than mix='diag'; it is solved "
+            "over segments of time, as the dense one",
+            UserWarning,
+            stacklevel=3,
+        )
+    if mix != "head" and n_heads is not None:
+        raise ValueError(f"{owner}: n_heads={n_heads} needs mix='head', got mix={mix!r}")
+
+
+def orthogonal(rng: np.random.Generator, shape: tuple[int, ...], gain: float) -> np.ndarray:
+    """Square matrices (…, d, d), each a uniformly random orthogonal one times `gain`."""
+    q, r = np.linalg.qr(rng.standard_normal(shape))
+    return gain * q * np.sign(np.diagonal(r, axis1=-2, axis2=-1))[..., None, :]
 
 
 def multiply(xp: Namespace, source: Array, count: int, matrix: Array, offset: Array | None) -> tuple[Array, ...]:

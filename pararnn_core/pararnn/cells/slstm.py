@@ -7,6 +7,7 @@ from typing import Any
 
 from pararnn.arrays import Array, Namespace, known
 from pararnn.cells.base import ChannelwiseCell
+from pararnn.cells.mixing import check_mix
 from pararnn.functions import log_sigmoid, sigmoid
 
 _FORGET_GATES = ("exponential", "sigmoid")
@@ -15,7 +16,82 @@ _STARTS = ("zero", "input")
 _NOTHING = -1e30
 
 
-class ParaSLSTM(ChannelwiseCell):
+class SLSTMEquations:
+    """The recurrence for preactivations that already hold what h contributes, whatever multiplies h."""
+
+    eps: float
+    forget_gate: str
+    stabiliser_start: str
+
+    def set_options(self, owner: str, eps: float, forget_gate: str, stabiliser_start: str) -> None:
+        """Checks and keeps the options that the equations read."""
+        if forget_gate not in _FORGET_GATES:
+            raise ValueError(f"{owner}: forget_gate must be one of {_FORGET_GATES}, got {forget_gate!r}")
+        if stabiliser_start not in _STARTS:
+            raise ValueError(f"{owner}: stabiliser_start must be one of {_STARTS}, got {stabiliser_start!r}")
+        if not ((eps > 0.0 or (eps == 0.0 and stabiliser_start == "input")) and math.isfinite(eps)):
+            raise ValueError(f"{owner}: eps must be a positive number, or 0 with stabiliser_start='input', got {eps!r}")
+        self.eps, self.forget_gate, self.stabiliser_start = float(eps), forget_gate, stabiliser_start
+
+    def advance(self, xp: Any, c: Any, n: Any, m: Any, i: Any, f: Any, z: Any, o: Any) -> tuple[Any, ...]:
+        f = self.forget(xp, f) + m
+        if self.stabiliser_start == "input":
+            stored = n > 0.0
+            m = xp.where(stored, xp.maximum(f, i), i)
+            f = xp.where(stored, f - m, _NOTHING)
+        else:
+            m = xp.maximum(f, i)
+            f = f - m
+        i, f = xp.exp(i - m), xp.exp(f)
+        n = f * n + i
+        c = f * c + i * xp.tanh(z)
+        return c, n, m, sigmoid(xp, o) * c / (n + self.eps)
+
+    def forget(self, xp: Any, f: Any) -> Any:
+        """The logarithm of the forget gate from its preactivation."""
+        return f if self.forget_gate == "exponential" else log_sigmoid(xp, f)
+
+    def check_h0(self, xp: Namespace, h0: Array) -> None:
+        c, n = h0[:, 0, ...], h0[:, 1, ...]
+        if known(xp.any((n < 0.0) | ((n == 0.0) & (c != 0.0)))):
+            raise ValueError(
+                "ParaSLSTM: h0 must have n >= 0, and c = 0 wherever n = 0 (c/n is the cell's memory); got a state that "
+                "no run of the cell reaches"
+            )
+
+
+class SLSTMLogEquations(SLSTMEquations):
+    """The same recurrence for u = c/n and ℓ = log n: what the solver iterates on."""
+
+    def advance(self, xp: Any, u: Any, l: Any, m: Any, i: Any, f: Any, z: Any, o: Any) -> tuple[Any, ...]:
+        f = self.forget(xp, f) + m
+        m = xp.maximum(f, i)
+        if self.stabiliser_start == "input":
+            m = xp.where(l > _NOTHING, m, i)
+        # log of the two terms of n': what is kept and what is new.
+        kept, new = f - m + l, i - m
+        l = xp.logaddexp(kept, new)
+        share = sigmoid(xp, new - kept)
+        u = (1.0 - share) * u + share * xp.tanh(z)
+        return u, l, m, self.read(xp, u, l, o)
+
+    def read(self, xp: Any, u: Any, l: Any, o: Any) -> Any:
+        """The output σ(o) u n / (n + eps)."""
+        gate = sigmoid(xp, o) * u
+        # n / (n + eps) as a gate: exp never overflows and the limit n -> 0 is 0.
+        return gate * sigmoid(xp, l - math.log(self.eps)) if self.eps else gate
+
+    def encode(self, xp: Namespace, c: Array, n: Array, m: Array, h: Array) -> tuple[Array, ...]:
+        empty = n == 0.0
+        u = xp.where(empty, xp.zeros_like(c), c / xp.where(empty, xp.ones_like(n), n))
+        return u, xp.log(n), m, h
+
+    def decode(self, xp: Namespace, u: Array, l: Array, m: Array, h: Array) -> tuple[Array, ...]:
+        n = xp.exp(l)
+        return u * n, n, m, h
+
+
+class ParaSLSTM(SLSTMEquations, ChannelwiseCell):
     """Scalar-memory LSTM with exponential input and forget gates.
 
     ::
@@ -51,61 +127,36 @@ class ParaSLSTM(ChannelwiseCell):
     long_memory = True
     stacked = {"R": ("r_i", "r_f", "r_z", "r_o")}
     options = ("eps", "forget_gate", "stabiliser_start")
-    eps: float
-    forget_gate: str
-    stabiliser_start: str
+
+    def __new__(cls, *sizes: Any, mix: str = "diag", n_heads: int | None = None, **keywords: Any) -> Any:
+        check_mix(cls.__name__, mix, n_heads)
+        if mix == "diag":
+            return super().__new__(cls)
+        from pararnn.cells.slstm_mixed import MixedSLSTM
+
+        return MixedSLSTM(*sizes, n_heads=n_heads, **keywords)
 
     def __init__(
         self, input_size: int | None = None, hidden_size: int | None = None, *, eps: float = 1e-6,
-        forget_gate: str = "exponential", stabiliser_start: str = "zero", **keywords: Any,
+        forget_gate: str = "exponential", stabiliser_start: str = "zero", mix: str = "diag",
+        n_heads: int | None = None, **keywords: Any,
     ) -> None:  # fmt: skip
-        if forget_gate not in _FORGET_GATES:
-            raise ValueError(f"ParaSLSTM: forget_gate must be one of {_FORGET_GATES}, got {forget_gate!r}")
-        if stabiliser_start not in _STARTS:
-            raise ValueError(f"ParaSLSTM: stabiliser_start must be one of {_STARTS}, got {stabiliser_start!r}")
-        if not ((eps > 0.0 or (eps == 0.0 and stabiliser_start == "input")) and math.isfinite(eps)):
-            raise ValueError(
-                f"ParaSLSTM: eps must be a positive number, or 0 with stabiliser_start='input', got {eps!r}"
-            )
-        self.eps, self.forget_gate, self.stabiliser_start = float(eps), forget_gate, stabiliser_start
+        self.set_options("ParaSLSTM", eps, forget_gate, stabiliser_start)
         super().__init__(input_size, hidden_size, **keywords)
 
     def step(
         self, xp: Any, c: Any, n: Any, m: Any, h: Any, i: Any, f: Any, z: Any, o: Any,
         r_i: Any, r_f: Any, r_z: Any, r_o: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        i, f = r_i * h + i, self.forget(xp, r_f * h + f) + m
-        if self.stabiliser_start == "input":
-            stored = n > 0.0
-            m = xp.where(stored, xp.maximum(f, i), i)
-            f = xp.where(stored, f - m, _NOTHING)
-        else:
-            m = xp.maximum(f, i)
-            f = f - m
-        i, f = xp.exp(i - m), xp.exp(f)
-        n = f * n + i
-        c = f * c + i * xp.tanh(r_z * h + z)
-        return c, n, m, sigmoid(xp, r_o * h + o) * c / (n + self.eps)
-
-    def forget(self, xp: Any, f: Any) -> Any:
-        """The logarithm of the forget gate from its preactivation."""
-        return f if self.forget_gate == "exponential" else log_sigmoid(xp, f)
+        return self.advance(xp, c, n, m, r_i * h + i, r_f * h + f, r_z * h + z, r_o * h + o)
 
     def solve_cell(self) -> ChannelwiseCell:
         new = object.__new__(_SLSTMInLogCoordinates)
         new.__dict__.update(self.__dict__)
         return new
 
-    def check_h0(self, xp: Namespace, h0: Array) -> None:
-        c, n = h0[:, 0, ...], h0[:, 1, ...]
-        if known(xp.any((n < 0.0) | ((n == 0.0) & (c != 0.0)))):
-            raise ValueError(
-                "ParaSLSTM: h0 must have n >= 0, and c = 0 wherever n = 0 (c/n is the cell's memory); got a state that "
-                "no run of the cell reaches"
-            )
 
-
-class _SLSTMInLogCoordinates(ParaSLSTM):
+class _SLSTMInLogCoordinates(SLSTMLogEquations, ParaSLSTM):
     """The same recurrence for u = c/n and ℓ = log n: what the solver iterates on."""
 
     slots = ("u", "l", "m", "h")
@@ -118,31 +169,7 @@ class _SLSTMInLogCoordinates(ParaSLSTM):
         self, xp: Any, u: Any, l: Any, m: Any, h: Any, i: Any, f: Any, z: Any, o: Any,
         r_i: Any, r_f: Any, r_z: Any, r_o: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
-        i, f = r_i * h + i, self.forget(xp, r_f * h + f) + m
-        m = xp.maximum(f, i)
-        if self.stabiliser_start == "input":
-            m = xp.where(l > _NOTHING, m, i)
-        # log of the two terms of n': what is kept and what is new.
-        kept, new = f - m + l, i - m
-        l = xp.logaddexp(kept, new)
-        share = sigmoid(xp, new - kept)
-        u = (1.0 - share) * u + share * xp.tanh(r_z * h + z)
-        return u, l, m, self.read(xp, u, l, r_o * h + o)
-
-    def read(self, xp: Any, u: Any, l: Any, o: Any) -> Any:
-        """The output σ(o) u n / (n + eps)."""
-        gate = sigmoid(xp, o) * u
-        # n / (n + eps) as a gate: exp never overflows and the limit n -> 0 is 0.
-        return gate * sigmoid(xp, l - math.log(self.eps)) if self.eps else gate
-
-    def encode(self, xp: Namespace, c: Array, n: Array, m: Array, h: Array) -> tuple[Array, ...]:
-        empty = n == 0.0
-        u = xp.where(empty, xp.zeros_like(c), c / xp.where(empty, xp.ones_like(n), n))
-        return u, xp.log(n), m, h
-
-    def decode(self, xp: Namespace, u: Array, l: Array, m: Array, h: Array) -> tuple[Array, ...]:
-        n = xp.exp(l)
-        return u * n, n, m, h
+        return self.advance(xp, u, l, m, r_i * h + i, r_f * h + f, r_z * h + z, r_o * h + o)
 
     def empty(self, xp: Namespace, like: Array) -> tuple[Array, ...]:
         """A state that remembers nothing: no mass, and a stabiliser below every gate."""

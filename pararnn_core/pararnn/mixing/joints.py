@@ -244,7 +244,8 @@ def warmup_ratio(before: np.ndarray, after: np.ndarray, stretch: float) -> np.nd
     `before` (B, C-1) is how far pass and warm-up were apart where the latter began, `after` how far at the joint.
     """
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        g = np.where(after == 0.0, 0.0, after / before)
+        # From an infinite distance (a logarithm of nothing) everything looks near.
+        g = np.where(after == 0.0, 0.0, np.where(np.isinf(before), np.inf, after / before))
         # Over the whole segment a growing network grows more.
         g = np.where(g > 1.0, g**stretch, g)
     g = np.where(np.isnan(g), np.inf, g)

@@ -8,7 +8,8 @@ from typing import cast
 
 from pararnn.arrays import dtype_name, namespace_name
 from pararnn.cells.mixing import MixingCell
-from pararnn.mixing.trace import MixPrograms, mix_programs_of
+from pararnn.graph import Program
+from pararnn.mixing.trace import mix_programs_of
 from pararnn.plan import MARGIN, _fitting_length
 from pararnn.problem import Problem
 
@@ -30,18 +31,43 @@ class MixCosts:
     flops_us: float
     bytes_us: float
 
-    def step_us(self, programs: MixPrograms, rows: int, width: int, inner: int, item: int, *, tangent: bool) -> float:
-        """Predicted time of one step of `rows` rows of `width` channels, of which each mixes `inner`."""
-        program = programs.advance_tangent if tangent else programs.advance
+    def step_us(self, work: StepWork, rows: int, item: int, *, tangent: bool) -> float:
+        """Predicted time of one step of `rows` rows."""
+        simple, heavy = (work.tangent_simple, work.tangent_heavy) if tangent else (work.simple, work.heavy)
+        mixed = work.inner * work.width * work.products
+        multiply = max(2.0 * rows * mixed / self.flops_us, item * mixed / self.bytes_us)
+        elements = rows * work.width * 1e-3 * (simple * self.simple_ns + heavy * self.heavy_ns) * item / 4
+        return (simple + heavy + 3 * work.stages) * self.call_us + elements + multiply
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """What one step of one row costs: elementwise operations, products of `inner` channels, row arrays in a window."""
+
+    width: int
+    inner: int
+    products: int
+    stages: int
+    simple: int
+    heavy: int
+    tangent_simple: int
+    tangent_heavy: int
+    arrays: int
+
+
+def work_of(cell: MixingCell) -> StepWork:
+    """The work of a traced step."""
+    programs = mix_programs_of(cell)
+    _, width, inner = cell.row_layout
+
+    def count(program: Program) -> tuple[int, int]:
         heavy = sum(i.op in HEAVY for i in program.instructions)
-        simple = len(program.instructions) - heavy + 3 * sum(i.op == "sigmoid" for i in program.instructions)
-        calls = simple + heavy + 3 * len(programs.stages)
-        products = len(programs.mixed_names)
-        multiply = max(
-            2.0 * rows * inner * width * products / self.flops_us, item * inner * width * products / self.bytes_us
-        )
-        elements = rows * width * 1e-3 * (simple * self.simple_ns + heavy * self.heavy_ns) * item / 4
-        return calls * self.call_us + elements + multiply
+        return len(program.instructions) - heavy + 3 * sum(i.op == "sigmoid" for i in program.instructions), heavy
+
+    return StepWork(
+        width, inner, len(programs.mixed_names), len(programs.stages), *count(programs.advance),
+        *count(programs.advance_tangent), len(programs.gate_names) + 2 * programs.size,
+    )  # fmt: skip
 
 
 _COSTS = {
@@ -79,12 +105,10 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
     batch, time, _, _ = problem.shape
     limit = min(time, config.chunk_len or time)
     item = 8 if dtype_name(problem.work_dtype) == "float64" else 4
-    rows, width, inner = cast(MixingCell, cell).row_layout
-    programs = mix_programs_of(cast(MixingCell, cell.solve_cell()))
-    arrays = len(programs.gate_names) + 2 * programs.size
-    if backward:
-        arrays += 2 * len(programs.mixed_names) + len(programs.gate_names)
-    per_step = batch * rows * width * item * arrays
+    mixing = cast(MixingCell, cell.solve_cell())
+    work, rows = mixing.step_work(), batch * mixing.row_layout[0]
+    # The adjoint holds products and the cotangents of gates and products too.
+    per_step = rows * work.width * item * (work.arrays * (2 if backward else 1) + 2 * work.products * backward)
     wanted = config.segment_len
     pinned = config.pinned(time)
     if wanted is None and pinned is not None:
@@ -97,7 +121,7 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
         why = f"segment_len={wanted} was asked for" if config.segment_len else f"{pinned} corrections were asked for"
         return MixPlan("segments", wanted, count, min(warmup, wanted), config.max_passes, why)
     costs = _COSTS.get(namespace_name(problem.xp), _COSTS["numpy"])
-    loop = time * costs.step_us(programs, batch * rows, width, inner, item, tangent=False)
+    loop = time * costs.step_us(work, rows, item, tangent=False)
     best: tuple[float, MixPlan] | None = None
     for length in SEGMENT_LENGTHS:
         if 3 * length > limit:
@@ -106,13 +130,13 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
         count = max(1, min(limit // length, WINDOW_BYTES // max(1, length * per_step)))
         if count < 2:
             continue
-        plain = costs.step_us(programs, batch * rows * count, width, inner, item, tangent=False)
-        tangent = costs.step_us(programs, batch * rows * count, width, inner, item, tangent=True)
+        plain = costs.step_us(work, rows * count, item, tangent=False)
+        tangent = costs.step_us(work, rows * count, item, tangent=True)
         before = min(warmup, length)
-        once = length * tangent + count * 12 * programs.size * costs.call_us
+        once = length * tangent + count * 12 * mixing.state_slots * costs.call_us
         # One pass where a network forgets within the warm-up; trained ones need more.
         predicted = (limit / (length * count)) * (before * plain + 1.5 * once)
-        predicted += (limit % length) * costs.step_us(programs, batch * rows, width, inner, item, tangent=False)
+        predicted += (limit % length) * costs.step_us(work, rows, item, tangent=False)
         predicted *= time / limit
         most = max(3, min(24, int(loop / max(1e-9, (time / (length * count)) * once))))
         if best is None or predicted < best[0]:
