@@ -133,7 +133,7 @@ def test_pinned_corrections_are_an_order():
         found = newton_apply(cell, x, config, stats=stats)
         assert stats.iters == k and stats.path == "segments"
         errors.append(error_of(found, sequential_apply(cell, x), 2))
-    assert errors[0] > 1e-3 > errors[2] and errors[1] > errors[2]
+    assert errors[0] > 5.0 * errors[1] > 5.0 * errors[2]
 
 
 def test_a_good_guess_saves_passes():
