@@ -287,12 +287,12 @@ def last_joint_untested(monkeypatch):
 
 def previous_state_off_by_one(monkeypatch):
     """The adjoint linearises about h_t where it should about h_{t-1}."""
-    whole = adjoint._previous_rows
+    whole = adjoint.previous_rows
 
     def faulty(*arguments, **options):
         return [np.concatenate([r[1:], r[-1:]]) for r in whole(*arguments, **options)]
 
-    monkeypatch.setattr(adjoint, "_previous_rows", faulty)
+    monkeypatch.setattr(adjoint, "previous_rows", faulty)
 
 
 def clamp_not_differentiated(monkeypatch):

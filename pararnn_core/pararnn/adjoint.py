@@ -75,7 +75,7 @@ def pull_back(problem: Problem, engine: ArrayEngine, states: Array, cotangent: A
             inputs = input_rows(problem, window)
             gates = gate_rows(problem, window, inputs)
             params = lanes_of(xp, narrow, window)
-            previous = _previous_rows(problem, slots, window)
+            previous = previous_rows(problem, slots, window)
             given = [
                 rows_of(xp, cast(xp, c[:, window.start : window.stop, :], problem.work_dtype), window)
                 for c in cotangents
@@ -113,7 +113,7 @@ def starts_gradient(problem: Problem, begun: list[Array]) -> Array:
     return cast(xp, slots[0] if len(slots) == 1 else xp.stack(slots, axis=1), problem.dtype)
 
 
-def _previous_rows(problem: Problem, slots: list[Array], window: Window) -> list[Array]:
+def previous_rows(problem: Problem, slots: list[Array], window: Window) -> list[Array]:
     """The states one step earlier, by slot (L, C·m)."""
     xp, rows = problem.xp, []
     for slot, first in zip(slots, problem.start(), strict=True):

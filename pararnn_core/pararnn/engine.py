@@ -22,7 +22,8 @@ class Costs:
     """Microseconds per operation and nanoseconds per element, for choosing a path; measured by benchmarks/cpu.py.
 
     Where the loop itself is fast, what segments need besides counts: `layout_ns` for each number of gates and states
-    that is brought into a window's layout and back, and `window_us` for each window.
+    that is brought into a window's layout and back, and `window_us` for each window. A compiler that fuses a whole row
+    pays `row_us` once for it instead of `overhead_us` for every operation, and may want windows of another size.
     """
 
     overhead_us: float
@@ -30,6 +31,9 @@ class Costs:
     heavy_ns: float
     layout_ns: float = 0.0
     window_us: float = 0.0
+    row_us: float = 0.0
+    # Of gate inputs and states that one window may hold; windows keep memory flat as T grows.
+    window_bytes: int = 48 * 2**20
 
 
 # Operations that cost several times an addition.

@@ -44,6 +44,9 @@ class Front:
         """`array` itself, or for a library without array functions the same memory as an array that has them."""
         return array
 
+    def meet(self, kind: type) -> None:
+        """Told of a cell's class when a cell of it first has arrays of the library."""
+
     def untracked(self, problem: Problem) -> Problem:
         """The same numbers, cut off from automatic differentiation."""
         return problem

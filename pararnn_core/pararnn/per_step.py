@@ -26,7 +26,7 @@ from pararnn.scans import scan_block, scan_diag
 from pararnn.solve import check_structure, picard_sweeps, solve_cell_of, tolerance
 from pararnn.stats import NewtonStats
 
-_RETRIES = (1, 3, 5)
+RETRIES = (1, 3, 5)
 
 
 def solve_per_step(problem: Problem, engine: ArrayEngine, iterations: int) -> tuple[Array, NewtonStats]:
@@ -53,7 +53,7 @@ def solve_per_step(problem: Problem, engine: ArrayEngine, iterations: int) -> tu
         for first in range(0, time if batch else 0, max(chunk, 1)):
             span = slice(first, min(first + chunk, time))
             guess = None if problem.guess is None else problem.guess[:, span, ...]
-            window = _Window(replace(problem, x=problem.x[:, span, :], h0=h0, guess=guess), cell, error)
+            window = StepEquations(replace(problem, x=problem.x[:, span, :], h0=h0, guess=guess), cell, error)
             _solve_window(window, iterations)
             public = cell.decode(xp, *window.states)
             rows = public[0] if len(public) == 1 else xp.stack(public, axis=2)
@@ -84,7 +84,7 @@ def _larger(a: float, b: float) -> float:
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
-def _solve_window(window: _Window, iterations: int) -> None:
+def _solve_window(window: StepEquations, iterations: int) -> None:
     """Newton from the window's first guess, tried again with more Picard sweeps while the residual stays high."""
     config, cell = window.problem.config, window.problem.cell
     sweeps = picard_sweeps(cell, config)
@@ -95,12 +95,12 @@ def _solve_window(window: _Window, iterations: int) -> None:
         sweeps = published_sweeps(window.problem.shape[1])
     window.iterate(iterations, sweeps)
     if offered and (config.picard_iters is None if config.picard_adapt is None else config.picard_adapt):
-        for more in _RETRIES:
+        for more in RETRIES:
             if more > sweeps and not window.stats.max_residual <= config.picard_retry_atol:
                 window.iterate(iterations, more)
 
 
-class _Window:
+class StepEquations:
     """The equations r(h) = 0 of one stretch of time, on slots (B, T, D), and their approximate solution.
 
     `error` is the estimated error of the state before it by slot (B, D), or None where that state is exact.
@@ -146,17 +146,16 @@ class _Window:
         ]
         return list(self.cell.step(xp, *previous, *self.gates, *self.params))
 
-    def evaluate_at(self, states: list[Array]) -> tuple[float, list[Array], list[list[Array]]]:
+    def evaluate_at(self, states: list[Array]) -> tuple[Array, list[Array], list[list[Array]]]:
         """max|r|, r by slot, and J by entry."""
         xp, programs = self.xp, self.programs
         out = self.evaluate(xp, *self.previous(states), *self.gates, *self.params)
         full = [_spread(xp, value, states[0]) for value in out]
         # Equal infinities (an empty memory in log coordinates) leave no residual.
         residual = [
-            xp.where(new == s, xp.zeros_like(s), new - s)
-            for new, s in zip(full[: programs.size], states, strict=True)
+            xp.where(new == s, xp.zeros_like(s), new - s) for new, s in zip(full[: programs.size], states, strict=True)
         ]
-        largest = float(xp.max(xp.stack([xp.max(xp.abs(r)) for r in residual])))
+        largest = xp.max(xp.stack([xp.max(xp.abs(r)) for r in residual]))
         zero = xp.zeros_like(states[0])
         table = dict(zip(programs.j.where, full[programs.size :], strict=True))
         size = range(programs.size)
@@ -180,7 +179,8 @@ class _Window:
         xp, config = self.xp, self.problem.config
         states, omega, made, history = self.first_guess(sweeps), float(config.omega), 0, []
         while True:
-            largest, residual, jac = self.evaluate_at(states)
+            found, residual, jac = self.evaluate_at(states)
+            largest = float(found)
             history.append(largest)
             if made == iterations or (config.residual_atol is not None and largest < config.residual_atol):
                 break

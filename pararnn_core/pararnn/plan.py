@@ -11,8 +11,6 @@ from pararnn.programs import LoopProgram, StepPrograms
 
 # Segments are taken only where the model sees at least this gain, because a loop is exact by construction.
 MARGIN = 1.25
-# Bytes of gate inputs and states that one window may hold; windows keep memory flat as T grows.
-WINDOW_BYTES = 48 * 2**20
 SEGMENT_LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 DEFAULT_WARMUP = 64
 
@@ -51,7 +49,7 @@ def _operations(loop: LoopProgram) -> tuple[int, int, int]:
 def step_us(loop: LoopProgram, lanes: int, costs: Costs) -> float:
     """Predicted microseconds of one row of `loop` on `lanes` lanes."""
     simple, heavy, calls = _operations(loop)
-    return calls * costs.overhead_us + lanes * 1e-3 * (simple * costs.simple_ns + heavy * costs.heavy_ns)
+    return costs.row_us + calls * costs.overhead_us + lanes * 1e-3 * (simple * costs.simple_ns + heavy * costs.heavy_ns)
 
 
 @lru_cache(maxsize=1024)
@@ -61,10 +59,10 @@ def _fitting_length(time: int, wanted: int) -> int:
     return min(range(low, min(high, time) + 1), key=lambda l: (time % l, abs(l - wanted)), default=wanted)
 
 
-def window_segments(length: int, lanes: int, row_arrays: int, item: int, time: int) -> int:
-    """How many segments fit into one window's memory, at least one."""
+def window_segments(length: int, lanes: int, row_arrays: int, item: int, time: int, budget: int) -> int:
+    """How many segments fit into one window's memory of `budget` bytes, at least one."""
     bytes_each = max(1, length * lanes * row_arrays * item)
-    return max(1, min(time // length, WINDOW_BYTES // bytes_each))
+    return max(1, min(time // length, budget // bytes_each))
 
 
 def make_plan(
@@ -87,11 +85,11 @@ def make_plan(
     if time <= 1 or (segment_len is not None and segment_len >= time):
         return Plan("sequential", max(time, 1), 1, "one segment covers the whole sequence", 0.0)
     if segment_len is not None:
-        count = window_segments(segment_len, lanes, row_arrays, item, time)
+        count = window_segments(segment_len, lanes, row_arrays, item, time, costs.window_bytes)
         return Plan("segments", segment_len, count, f"segment_len={segment_len} was asked for", 0.0)
     loop_us = time * step_us(programs.adjoint if backward else programs.advance, lanes, costs)
     if long_memory and not backward:
-        length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
+        length = max(1, min(time, costs.window_bytes // max(1, lanes * row_arrays * item)))
         reason = "the cell remembers by design, too long for segments to settle within rounding"
         return Plan("sequential", length, 1, reason, loop_us)
     best = Plan("sequential", time, 1, "", loop_us)
@@ -99,7 +97,7 @@ def make_plan(
         if wanted * 3 > time:
             break
         length = _fitting_length(time, wanted)
-        count = window_segments(length, lanes, row_arrays, item, time)
+        count = window_segments(length, lanes, row_arrays, item, time, costs.window_bytes)
         if count < 2:
             continue
         predicted = _segments_us(programs, costs, time, length, count, lanes, warmup, backward)
@@ -110,7 +108,7 @@ def make_plan(
         return Plan("segments", best.segment_len, best.segments, reason, best.predicted_us)
     gain = f"{loop_us / best.predicted_us:.2f}x" if best.path == "segments" else "no gain"
     reason = f"{time} steps of {lanes} channels run fastest as one loop: segments would bring {gain}"
-    length = max(1, min(time, WINDOW_BYTES // max(1, lanes * row_arrays * item)))
+    length = max(1, min(time, costs.window_bytes // max(1, lanes * row_arrays * item)))
     return Plan("sequential", length, 1, reason, loop_us)
 
 

@@ -192,13 +192,13 @@ class WindowSolver:
             starts.append(state)
         return [xp.concat(list(column)) for column in zip(*starts, strict=True)]
 
-    def _advance_tangent(self, gates: list[Array], wide: list[Array], starts: list[Array]) -> _Tangents:
+    def _advance_tangent(self, gates: list[Array], wide: list[Array], starts: list[Array]) -> Tangents:
         xp, programs, size = self.xp, self.programs, self.programs.size
         one, zero = xp.ones_like(starts[0]), xp.zeros_like(starts[0])
         identity = [one if i == j else zero for i, j in programs.m.where]
         out = self.engine.loop(programs.advance_tangent, [*starts, *identity, *identity], gates, wide, keep=size)
         entries = len(identity)
-        return _Tangents(out.kept, out.carry[size : size + entries], out.carry[size + entries :])
+        return Tangents(out.kept, out.carry[size : size + entries], out.carry[size + entries :])
 
     def _joints_match(self, states: list[Array], count: int, m: int) -> Array:
         """(C-1, m): every slot of a segment's end equals the next segment's start."""
@@ -218,25 +218,24 @@ class WindowSolver:
         return worst
 
     def _correct(
-        self, tangents: _Tangents, starts: list[Array], count: int, m: int, error: list[Array] | None
-    ) -> _Correction:
+        self, tangents: Tangents, starts: list[Array], count: int, m: int, error: list[Array] | None
+    ) -> Correction:
         """The guarded correction of all starts, and what it says about the error of this pass.
 
         The correction δ of a start is also the estimate of its error; G carries it to the worst place inside the
         segment, and a floor of rounding travels with it.
         """
         xp, programs, grid = self.xp, self.programs, (count, m)
-        ends = [s[-1, ...] for s in tangents.states]
+        ends = tangents.ends
         largest: list[list[tuple[int, Array]]] = [[] for _ in starts]
         for (i, j), g in zip(programs.m.where, tangents.largest, strict=True):
             largest[i].append((j, xp.reshape(g, grid)))
         # Rounding is relative to how large a slot is inside the segment where it happens. In coordinates that are not
         # the loop's own every step rounds differently from the loop, and such steps add up like a random walk.
-        steps = int(tangents.states[0].shape[0]) - 1
-        unit = epsilon(starts[0].dtype) * (1.0 if self.public else math.sqrt(steps))
-        sizes = [xp.reshape(_largest_finite(xp, s), grid) for s in tangents.states]
+        unit = epsilon(starts[0].dtype) * (1.0 if self.public else math.sqrt(tangents.steps))
+        sizes = [xp.reshape(s, grid) for s in tangents.sizes(xp)]
         # The scale is that of the results: a start far outside what follows must not make errors look small.
-        results = [xp.reshape(_largest_finite(xp, s[1:, :]), grid) for s in tangents.states]
+        results = [xp.reshape(s, grid) for s in tangents.sizes(xp, first=1)]
         smallest = SMALLEST_SCALE[dtype_name(starts[0].dtype)]
         floors = []
         for row, own in zip(largest, sizes, strict=True):
@@ -276,9 +275,9 @@ class WindowSolver:
         if not self.public:
             # Rounding has its own allowance above; the factor is for what a further pass would remove.
             estimate, unsettled = estimate + (DECODING - 1.0) * unsettled, DECODING * unsettled
-        return _Correction(new, estimate, unsettled, [r[count, :] for r in reach])
+        return Correction(new, estimate, unsettled, [r[count, :] for r in reach])
 
-    def _only_where_wrong(self, found: _Correction, error: list[Array]) -> _Correction:
+    def _only_where_wrong(self, found: Correction, error: list[Array]) -> Correction:
         """One segment run from its true start is the time loop, whatever its tangents say."""
         xp = self.xp
         wrong = error[0] != 0.0
@@ -467,16 +466,28 @@ class WindowSolver:
 
 
 @dataclass
-class _Tangents:
+class Tangents:
     """A pass with tangents: states (L+1, n) by slot, and by entry the product M and the largest G, (n,)."""
 
     states: list[Array]
     product: list[Array]
     largest: list[Array]
 
+    @property
+    def steps(self) -> int:
+        return int(self.states[0].shape[0]) - 1
+
+    @property
+    def ends(self) -> list[Array]:
+        return [s[-1, ...] for s in self.states]
+
+    def sizes(self, xp: Namespace, first: int = 0) -> list[Array]:
+        """By slot the largest finite magnitude from row `first` on, (n,)."""
+        return [_largest_finite(xp, s[first:, :]) for s in self.states]
+
 
 @dataclass
-class _Correction:
+class Correction:
     """New starts by slot (C·m,); the pass's error relative to scale, all of it and the part that a further pass would
     remove, (m,); and the error of the end state by slot (m,)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from pararnn.arrays import Array, dtype_name, epsilon, quiet
 from pararnn.cells.base import ChannelwiseCell
@@ -15,6 +16,8 @@ from pararnn.problem import Problem
 from pararnn.programs import programs_of
 from pararnn.segments import DEFAULT_MAX_PASSES, Settings, WindowSolver
 from pararnn.stats import NewtonStats
+
+WindowSolverKind = TypeVar("WindowSolverKind", bound=WindowSolver)
 
 # Relative accuracy of the joint test. A tenth of the public agreement, because gradients amplify a state's error.
 DEFAULT_TOL = {"float64": 1e-11, "float32": 1e-5, "float16": 1e-3, "bfloat16": 1e-3}
@@ -117,9 +120,9 @@ def solve(problem: Problem, engine: ArrayEngine) -> tuple[Array, NewtonStats]:
     return states, stats
 
 
-def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Array, NewtonStats, Array | None]:
-    """States, what was done, and the estimated error by channel (B·D,), None where all is the time loop's."""
-    xp, config = problem.xp, problem.config
+def solver_for(problem: Problem, engine: ArrayEngine, plan: Plan, kind: type[WindowSolverKind]) -> WindowSolverKind:
+    """The solver of the problem's windows, in the coordinates and with the tolerances that its configuration means."""
+    config = problem.config
     # The time loop needs no better coordinates, and in the public ones it is the oracle bit for bit.
     exact = config.exact or problem.packed
     as_is = plan.path == "sequential" or exact
@@ -127,11 +130,10 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     programs = programs_of(cell, diagonal=check_structure(problem.cell, config), marks=problem.marks)
     sweeps = picard_sweeps(problem.cell, config)
     tol = tolerance(config, problem)
-    # Rounding that no evaluation order avoids may add to the tolerance, well inside the public agreement.
-    accept = 5.0 * tol
     settings = Settings(
         tol=tol,
-        accept=accept,
+        # Rounding that no evaluation order avoids may add to the tolerance, well inside the public agreement.
+        accept=5.0 * tol,
         # A tolerance is met by a whole channel, so what one document holds would show in the last bits of another; and
         # padding behind a joint would move the state by what the joint leaves open.
         exact=exact,
@@ -142,7 +144,14 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     )
     public = cell is problem.cell
     picard = bool(sweeps) and cell.picard_start and problem.guess is None
-    solver = WindowSolver(engine, cell, programs, settings, picard, public)
+    return kind(engine, cell, programs, settings, picard, public)
+
+
+def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Array, NewtonStats, Array | None]:
+    """States, what was done, and the estimated error by channel (B·D,), None where all is the time loop's."""
+    xp = problem.xp
+    solver = solver_for(problem, engine, plan, WindowSolver)
+    cell, public, accept = solver.cell, solver.public, solver.settings.accept
     stats = NewtonStats(
         path=plan.path, segment_len=plan.segment_len, segments=plan.segments, reason=plan.reason, max_residual=0.0
     )
@@ -153,14 +162,14 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
         first = problem.start()
         start = [xp.reshape(s, (-1,)) for s in cell.encode(xp, *first)]
         zero = [xp.reshape(s, (-1,)) for s in cell.encode(xp, *(xp.zeros_like(s) for s in first))]
-        guess = None if problem.guess is None else _guess_slots(problem, cell)
+        guess = None if problem.guess is None else guess_slots(problem, cell)
         writer = engine.writer(problem.state_shape, problem.dtype, problem.x)
         error: list[Array] | None = None
         history: list[float] = []
         walked = 0.0
         for window in _windows(plan, problem):
             gates = gate_rows(problem, window, input_rows(problem, window))
-            starts = None if guess is None else _starts_of(xp, guess, window)
+            starts = None if guess is None else guessed_starts(xp, guess, window)
             result = solver.solve(window, gates, params, start, error, zero, starts)
             start, error = result.end, result.error
             rows = cell.decode(xp, *(s[1:, :] for s in result.states))
@@ -187,7 +196,7 @@ def _solve_with(problem: Problem, engine: ArrayEngine, plan: Plan) -> tuple[Arra
     return states, stats, None if isinstance(worst, float) else worst
 
 
-def _guess_slots(problem: Problem, cell: ChannelwiseCell) -> list[Array]:
+def guess_slots(problem: Problem, cell: ChannelwiseCell) -> list[Array]:
     """A caller's guess in solve coordinates, by slot (B, T, D)."""
     from pararnn.arrays import cast
 
@@ -195,7 +204,7 @@ def _guess_slots(problem: Problem, cell: ChannelwiseCell) -> list[Array]:
     return list(cell.encode(problem.xp, *slots))
 
 
-def _starts_of(xp, guess: list[Array], window: Window) -> list[Array]:
+def guessed_starts(xp, guess: list[Array], window: Window) -> list[Array]:
     """The guessed states just before segments 1 … C-1, by slot ((C-1)·B·D,)."""
     picked = []
     for g in guess:

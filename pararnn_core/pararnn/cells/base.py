@@ -20,6 +20,7 @@ from pararnn.arrays import (
     namespace_name,
     resolve_namespace,
 )
+from pararnn.front import front_of
 
 
 class Projection(NamedTuple):
@@ -153,6 +154,13 @@ class ChannelwiseCell:
         made = self.initial_arrays(np.random.default_rng(seed), n_in, n_h)
         arrays = {key: cast(xp, xp.asarray(value, device=device), dtype) for key, value in made.items()}
         self._set(n_in, n_h, cap, arrays)
+        self._announce()
+
+    def _announce(self) -> None:
+        """Lets the library of the arrays meet this class, if it has a front."""
+        first = next(iter(self.arrays.values()), None)
+        if first is not None and not isinstance(first, np.ndarray) and (front := front_of(first)) is not None:
+            front.meet(type(self))
 
     def _set(self, n_in: int, n_h: int, cap: Any, arrays: dict[str, Array]) -> None:
         values = self.__dict__
@@ -304,7 +312,9 @@ class ChannelwiseCell:
             elif device is not None:
                 a = array_api_compat.to_device(a, device)
             moved[name] = a if dtype is None else cast(target, a, dtype)
-        return self._copy(self.max_recurrent_norm, moved)
+        new = self._copy(self.max_recurrent_norm, moved)
+        new._announce()
+        return new
 
     def state_dict(self) -> dict[str, Array]:
         """The stored arrays by name."""
@@ -357,4 +367,5 @@ class ChannelwiseCell:
 def _restore(kind: type[ChannelwiseCell], values: dict[str, Any]) -> ChannelwiseCell:
     new = object.__new__(kind)
     new.__dict__.update(values)
+    new._announce()
     return new

@@ -1,0 +1,144 @@
+"""newton_apply and sequential_apply on JAX arrays: pure functions of the cell, the input and the start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pararnn.adjoint import Gradients
+from pararnn.arrays import Array, cast
+from pararnn.cells.base import ChannelwiseCell
+from pararnn.config import NewtonConfig
+from pararnn.newton import checked_problem, run_newton
+from pararnn.problem import Problem, make_problem
+from pararnn.registry import choose
+from pararnn.sequential import run_sequential
+from pararnn.stats import NewtonStats
+from pararnn_jax import adjoint
+from pararnn_jax.evaluate import namespace
+from pararnn_jax.pytree import register_cell
+from pararnn_jax.report import Report, stats_of
+from pararnn_jax.solve import solve
+from pararnn_jax.time_loop import joined, time_loop
+
+NAME = "jax"
+
+
+def newton_apply(
+    cell: Any,
+    x: Array,
+    config: NewtonConfig | None = None,
+    *,
+    h0: Array | None = None,
+    guess: Array | None = None,
+    stats: NewtonStats | None = None,
+    **packing: Any,
+) -> Array:
+    """pararnn.newton_apply on JAX arrays, traced or not."""
+    problem = checked_problem("newton_apply", cell, x, config, h0, guess, stats, **packing)
+    if not _is_traced(problem):
+        return run_newton(problem, stats)
+    if stats is not None:
+        raise TypeError(
+            "newton_apply: a traced solve has no values to fill stats with; give stats= to a call outside of JAX's "
+            "transformations"
+        )
+    choice = choose(problem)
+    if choice.backend.name != NAME:
+        why = choice.refusals.get(NAME, f"scan_backend={problem.config.scan_backend!r} was asked for")
+        raise TypeError(
+            f"newton_apply: under JAX's transformations only the backend 'jax' runs, others ask arrays for their "
+            f"values; here {why}. sequential_apply can be traced"
+        )
+    return _differentiable(problem.config, _known(cell), x, h0, guess)
+
+
+def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **packing: Any) -> Array:
+    """pararnn.sequential_apply on JAX arrays: a `lax.scan` that JAX differentiates in either mode, and again."""
+    problem = make_problem("sequential_apply", cell, x, h0, **packing)
+    if problem.packed:
+        return run_sequential(replace(problem, xp=namespace))
+    return _loop(_known(cell), x, h0)
+
+
+def solve_now(problem: Problem) -> tuple[Array, NewtonStats]:
+    """The solve of a checked problem, and its stats."""
+    states, report = _solved(problem.config, _known(problem.cell), problem.x, problem.h0, problem.guess)
+    return states, stats_of(problem, states, report, NAME)
+
+
+def pull_back_now(problem: Problem, states: Array, cotangent: Array) -> Gradients:
+    """Gradients of Σ cotangent · states."""
+    cell, x, h0 = _pulled_back(problem.config, _known(problem.cell), problem.x, problem.h0, states, cotangent)
+    return Gradients(x, dict(cell.arrays), h0)
+
+
+def _is_traced(problem: Problem) -> bool:
+    given = (problem.x, problem.h0, problem.guess, *problem.cell.arrays.values())
+    return any(isinstance(a, jax.core.Tracer) for a in given)
+
+
+def _known(cell: ChannelwiseCell) -> ChannelwiseCell:
+    """The cell, its class known to JAX."""
+    register_cell(type(cell))
+    return cell
+
+
+@jax.jit
+def _loop(cell: ChannelwiseCell, x: Array, h0: Array | None) -> Array:
+    problem = Problem(cell, x, h0, NewtonConfig(), None, jnp)
+    if not problem.shape[0] or not problem.shape[1]:
+        return jnp.zeros(problem.state_shape, problem.dtype)
+    return joined(problem, time_loop(problem))
+
+
+@partial(jax.jit, static_argnums=0)
+def _solved(
+    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, guess: Array | None
+) -> tuple[Array, Report]:
+    return solve(Problem(cell, x, h0, config, guess, jnp))
+
+
+@partial(jax.jit, static_argnums=0)
+def _pulled_back(
+    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, states: Array, cotangent: Array
+) -> tuple[ChannelwiseCell, Array, Array]:
+    problem = Problem(cell, x, h0, config, None, jnp)
+    found = adjoint.pull_back(problem, states, cotangent)
+    return cell._copy(cell.max_recurrent_norm, {name: found.params[name] for name in cell.arrays}), found.x, found.h0
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(
+    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, guess: Array | None
+) -> Array:
+    """The states, with the adjoint as their derivative."""
+    problem = Problem(cell, x, h0, config, guess, jnp)
+    if not problem.shape[0] or not problem.shape[1]:
+        return jnp.zeros(problem.state_shape, problem.dtype)
+    return _solved(config, cell, x, h0, guess)[0]
+
+
+def _forward(config: NewtonConfig, cell: Any, x: Array, h0: Array | None, guess: Array | None) -> tuple[Array, Any]:
+    # Through the differentiable function, so that the gradient can itself be differentiated.
+    states = _differentiable(config, cell, x, h0, guess)
+    # A guess only says where to start; where it leads does not depend on it.
+    kept = (None, guess) if config.recompute else (states, None)
+    return states, (cell, x, h0, *kept, None if guess is None else jnp.zeros_like(guess))
+
+
+def _backward(config: NewtonConfig, kept: Any, cotangent: Array) -> tuple[Any, ...]:
+    cell, x, h0, states, guess, none = kept
+    if not x.shape[0] or not x.shape[1]:
+        return jax.tree.map(jnp.zeros_like, cell), jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, h0), none
+    if states is None:
+        states = _differentiable(config, cell, x, h0, guess)
+    cell_grad, x_grad, h0_grad = _pulled_back(config, cell, x, h0, states, cotangent)
+    return cell_grad, x_grad, None if h0 is None else cast(jnp, h0_grad, h0.dtype), none
+
+
+_differentiable.defvjp(_forward, _backward)

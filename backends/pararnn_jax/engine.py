@@ -1,0 +1,97 @@
+"""The engine in JAX: a loop program is one `lax.scan`, whatever the number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from pararnn.arrays import Array
+from pararnn.engine import ArrayEngine, Costs, LoopResult
+from pararnn.problem import Problem
+from pararnn.programs import LoopProgram
+from pararnn_jax.evaluate import evaluate
+
+# XLA plans memory for the whole program, so a window holds all of time.
+_ALL = 2**62
+# Measured by benchmarks/jax_peers.py: XLA's CPU loop costs next to nothing per step, a GPU's a launch.
+CPU = Costs(overhead_us=0.0, simple_ns=0.1, heavy_ns=0.6, layout_ns=1.0, window_us=20.0, row_us=0.1, window_bytes=_ALL)
+ACCELERATOR = Costs(overhead_us=0.0, simple_ns=0.0005, heavy_ns=0.002, window_us=50.0, row_us=4.0, window_bytes=_ALL)
+
+
+def platform_of(*arrays: Any) -> str:
+    """'cpu', 'gpu' or 'tpu': where the arrays are, or where JAX would put what is still being traced."""
+    for a in arrays:
+        if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer):
+            return next(iter(a.devices())).platform
+    return jax.default_backend()
+
+
+class JaxEngine(ArrayEngine):
+    """Loops as scans; the number of operations in the traced program does not depend on the number of steps."""
+
+    name = "jax"
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.xp)
+        self.costs = CPU if platform_of(problem.x, problem.cell.W_x.weight) == "cpu" else ACCELERATOR
+        # Several steps in one launch where launches are what a step costs.
+        self.unroll = 2 if self.costs is CPU else 8
+
+    def function(self, loop: LoopProgram) -> Any:
+        return lambda xp, *operands: evaluate(loop.program, *operands)
+
+    def loop(
+        self,
+        loop: LoopProgram,
+        carry: Sequence[Array],
+        rows: Sequence[Array],
+        consts: Sequence[Array],
+        *,
+        reverse: bool = False,
+        keep: int = 0,
+    ) -> LoopResult:
+        if not loop.carry:
+            return super().loop(loop, carry, rows, consts)
+        out = self.scan(loop, carry, rows, consts, reverse=reverse, keep=keep)
+        if keep:
+            # Where the carry started stands at the end that the sweep left from.
+            xp, first = self.xp, [xp_row(c) for c in carry[:keep]]
+            pairs = zip(first, out.kept, strict=True)
+            out.kept = [xp.concat([k, f] if reverse else [f, k]) for f, k in pairs]
+        return out
+
+    def scan(
+        self,
+        loop: LoopProgram,
+        carry: Sequence[Array],
+        rows: Sequence[Array],
+        consts: Sequence[Array],
+        *,
+        reverse: bool = False,
+        keep: int = 0,
+    ) -> LoopResult:
+        """As `loop`, but row l of what is kept is the carry after step l: (L, n), without where it started."""
+        like = partial(self._like, example=carry[0])
+        middle = loop.carry + loop.stored
+
+        def body(state: tuple[list[Array], list[Array]], row: list[Array]) -> tuple[Any, Any]:
+            now, sums = state
+            out = [like(value) for value in evaluate(loop.program, *now, *row, *consts)]
+            new = out[: loop.carry]
+            added = [a + b for a, b in zip(sums, out[middle:], strict=True)]
+            return (new, added), (new[:keep], out[loop.carry : middle])
+
+        none = [self.xp.zeros_like(carry[0])] * loop.totals
+        (last, totals), (kept, stored) = lax.scan(
+            body, (list(carry), none), list(rows), reverse=reverse, unroll=self.unroll
+        )
+        return LoopResult(last, kept, stored, totals)
+
+
+def xp_row(lanes: Array) -> Array:
+    """(n,) as a row (1, n)."""
+    return lanes.reshape((1, -1))
