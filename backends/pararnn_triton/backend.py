@@ -6,6 +6,7 @@ from pararnn.adjoint import Gradients, collect_gradients
 from pararnn.arrays import Array, dtype_name, namespace_name
 from pararnn.backend import Backend
 from pararnn.engine import ArrayEngine
+from pararnn.linear_attention.inputs import Call
 from pararnn.lyapunov import largest_exponent
 from pararnn.problem import Problem
 from pararnn.programs import programs_of
@@ -56,6 +57,33 @@ class TritonBackend(Backend):
         if problem.guess is not None or config.exact or config.coords == "log" or config.jac_structure is not None:
             return "guess, exact, coords='log' and jac_structure are options of the array solver"
         return super().accepts(problem)
+
+    def refuses_recurrence(self, call: Call) -> str | None:
+        if namespace_name(call.xp) != "torch":
+            return f"it takes torch tensors, and these are {namespace_name(call.xp)}'s"
+        import torch
+
+        key, value = call.arrays["k"], call.arrays["v"]
+        if key.device.type != "cuda" and not (interpreting() and call.form == "kernel"):
+            return f"it takes CUDA tensors, and these are on {key.device}"
+        if torch.compiler.is_compiling() or any(_wrapped(a) for a in call.arrays.values()):
+            return "a transformation or a compiler traces these tensors; the chunk form is what they can look into"
+        if any(dtype_name(a.dtype) == "float64" for a in (*call.arrays.values(), call.initial)):
+            return "its kernels compute in float32; float64 runs in the chunk form"
+        if call.offsets is not None:
+            return "it takes no packed sequences; the chunk form does"
+        if not key.numel() or not value.numel():
+            return "there is nothing to compute"
+        full = any(dtype_name(a.dtype) == "float32" for name, a in call.arrays.items() if name != "log_decay")
+        widest = 64 if full else 128
+        if key.shape[-1] > widest:
+            return f"it holds keys of up to {widest} channels here, and these have {key.shape[-1]}"
+        return None
+
+    def diagonal_recurrence(self, call: Call, *, exclusive: bool, bonus: Array | None) -> tuple[Array, Array]:
+        from pararnn_triton.linear_attention_run import diagonal_recurrence
+
+        return diagonal_recurrence(call, exclusive=exclusive, bonus=bonus)
 
     def example_namespace(self):
         """Where the conformance suite should make its arrays for this backend."""
@@ -189,3 +217,9 @@ def _h0(problem: Problem):
         return None
     batch, _, _, width = problem.shape
     return problem.h0.to(torch.float32).reshape(batch, problem.cell.state_slots, width).contiguous()
+
+
+def _wrapped(tensor: Array) -> bool:
+    import torch
+
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from pararnn.adjoint import Gradients, pull_back
 from pararnn.apart import pull_back_apart, solve_apart
@@ -19,6 +20,9 @@ from pararnn.per_step import solve_per_step
 from pararnn.problem import Problem
 from pararnn.solve import plan_for, solve
 from pararnn.stats import NewtonStats
+
+if TYPE_CHECKING:
+    from pararnn.linear_attention.inputs import Call
 
 
 class Backend:
@@ -92,6 +96,14 @@ class Backend:
                 return pull_back_apart(problem, pull_back_linear, states, cotangent)
             return pull_back_linear(problem, states, cotangent)
         return pull_back(problem, self.engine(problem), states, cotangent)
+
+    def refuses_recurrence(self, call: Call) -> str | None:
+        """None if it has a kernel for this call of linear attention with a diagonal decay, else a sentence."""
+        return "it has no kernels for linear attention"
+
+    def diagonal_recurrence(self, call: Call, *, exclusive: bool, bonus: Array | None) -> tuple[Array, Array]:
+        """Outputs (B, T, H, V) and final states of a call that was not refused, see linear_attention.run."""
+        raise NotImplementedError
 
     def describe(self, problem: Problem) -> dict[str, object]:
         """What :func:`pararnn.explain` shows: path, segment_len, segments, passes, reason."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from array_api_compat import device
 
-from pararnn.arrays import Array, cast, quiet
+from pararnn.arrays import Array, cast, namespace_name, quiet
+from pararnn.errors import BackendUnavailableError
 from pararnn.linear_attention.chunked import Diagonal
 from pararnn.linear_attention.inputs import SHORT, Call, refuse_growth
 from pararnn.linear_attention.log_form import log_run, refuse_signs
@@ -12,14 +15,18 @@ from pararnn.linear_attention.rank_one import RankOne
 from pararnn.linear_attention.recurrent import diagonal_loop, rank_one_loop
 from pararnn.linear_attention.scores import Decays
 
+if TYPE_CHECKING:
+    from pararnn.backend import Backend
+
 
 def run_diagonal(call: Call, *, exclusive: bool, bonus: Array | None) -> tuple[Array, Array]:
     """Outputs (B, T, H, V) and final states of a diagonal recurrence; `bonus` is (H, K)."""
     xp = call.xp
     _refuse_growth(call, "log_decay")
-    form = call.form
-    if form == "auto":
-        form = "recurrent" if call.offsets is None and call.time <= SHORT else "chunk"
+    backend = kernel_of(call)
+    if backend is not None:
+        return backend.diagonal_recurrence(call, exclusive=exclusive, bonus=bonus)
+    form = _chosen(call)
     with quiet(xp):
         if form in ("chunk", "subchunk"):
             problem = diagonal_of(call, exclusive=exclusive, bonus=bonus)
@@ -45,9 +52,9 @@ def run_rank_one(call: Call) -> tuple[Array, Array]:
     _refuse_growth(call, "w")
     if call.form == "log":
         raise ValueError(f"{call.what}: form='log' needs terms above zero, and a rank-one update has none; use 'chunk'")
-    form = call.form
-    if form == "auto":
-        form = "recurrent" if call.offsets is None and call.time <= SHORT else "chunk"
+    if call.form == "kernel":
+        raise ValueError(f"{call.what}: no backend has kernels for a rank-one update; use form='chunk'")
+    form = _chosen(call)
     with quiet(xp):
         if form in ("chunk", "subchunk"):
             problem = rank_one_of(call)
@@ -56,6 +63,39 @@ def run_rank_one(call: Call) -> tuple[Array, Array]:
         w, k, v, a, b = (call.worked(name) for name in ("w", "k", "v", "a", "b"))
         out, final = rank_one_loop(xp, call.queries, w, k, v, a, b, call.initial, call.offsets)
         return cast(xp, out, call.dtype), final
+
+
+def _chosen(call: Call) -> str:
+    """The array form of a call, by its shape alone."""
+    if call.form != "auto":
+        return call.form
+    return "recurrent" if call.offsets is None and call.time <= SHORT else "chunk"
+
+
+def kernel_of(call: Call) -> Backend | None:
+    """The backend whose kernel runs the call: the one asked for, or with form="auto" one on an accelerator.
+
+    Raises:
+        BackendUnavailableError: a kernel was asked for, and none takes the call.
+    """
+    if call.form != "kernel" and (call.form != "auto" or namespace_name(call.xp) != "torch" or on_processor(call)):
+        return None
+    from pararnn.registry import backends
+
+    refusals = []
+    for name, backend in backends().items():
+        refusal = backend if isinstance(backend, str) else backend.refuses_recurrence(call)
+        refusal = refusal or backend.probe()  # type: ignore[union-attr]
+        if refusal is None:
+            return backend  # type: ignore[return-value]
+        refusals.append(f"{name}: {refusal}")
+    if call.form == "auto":
+        return None
+    raise BackendUnavailableError(f"{call.what}: no kernel runs this; " + "; ".join(refusals))
+
+
+def on_processor(call: Call) -> bool:
+    return "cpu" in str(device(call.initial))
 
 
 def diagonal_of(call: Call, *, exclusive: bool, bonus: Array | None) -> Diagonal:

@@ -1,0 +1,136 @@
+"""Launches of the linear-attention kernels, as a differentiable function of torch tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch.autograd.function import once_differentiable
+
+from pararnn.linear_attention.inputs import Call
+from pararnn_triton import linear_attention_kernels as kernels
+from pararnn_triton.interpreter import patch
+
+patch()
+
+# Steps in a chunk, and chunks that a scan takes at once.
+CHUNK, ROWS = 64, 32
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """A launch's numbers and compile-time choices."""
+
+    batch: int
+    time: int
+    heads: int
+    keys: int
+    values: int
+    channels: int
+    scale: float
+    exclusive: bool
+    bonus: bool
+    precision: str
+
+    @property
+    def chunks(self) -> int:
+        return triton.cdiv(self.time, CHUNK)
+
+    @property
+    def grid(self) -> tuple[int]:
+        return (self.batch * self.heads * self.chunks,)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return self.time, self.chunks, self.heads, self.keys, self.values, self.channels
+
+    @property
+    def tiles(self) -> dict[str, Any]:
+        keys, values = (max(16, triton.next_power_of_2(n)) for n in (self.keys, self.values))
+        return {
+            "BEFORE": self.exclusive,
+            "SHARED": self.channels == 1 and self.keys != 1,
+            "PRECISION": self.precision,
+            "C": CHUNK,
+            "BK": keys,
+            "BV": min(values, 64),
+        }
+
+    def empty_states(self, like: torch.Tensor) -> torch.Tensor:
+        shape = (self.batch * self.heads, self.chunks, self.keys, self.values)
+        return torch.empty(shape, dtype=torch.float32, device=like.device)
+
+
+def products(sizes: Sizes, x: Any, y: Any, g: Any, shifts: Any, wholes: Any, from_start: bool) -> None:
+    kernels.chunk_products[sizes.grid](
+        x, y, g, shifts, wholes, *sizes.numbers, FROM_START=from_start, **sizes.tiles, num_warps=4
+    )
+
+
+def scan(sizes: Sizes, shifts: Any, wholes: Any, initial: Any, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states before all chunks, and the last."""
+    befores, final = torch.empty_like(shifts), torch.empty_like(initial)
+    block = 32
+    blocks = triton.cdiv(sizes.keys * sizes.values, block)
+    kernels.scan_chunks[(sizes.batch * sizes.heads * blocks,)](
+        shifts, wholes, initial, befores, final, sizes.chunks, sizes.keys, sizes.values, blocks,
+        REVERSE=reverse, R=ROWS, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return befores, final
+
+
+class DiagonalRecurrence(torch.autograd.Function):
+    """(sizes, q, k, v, g, u, initial) to (o, final state); u is g where there is no bonus."""
+
+    @staticmethod
+    def forward(ctx: Any, sizes: Sizes, q: Any, k: Any, v: Any, g: Any, u: Any, initial: Any) -> Any:
+        q, k, v, g, u, initial = (x.contiguous() for x in (q, k, v, g, u, initial))
+        out = torch.empty_like(v)
+        shifts = sizes.empty_states(q)
+        wholes = torch.empty(shifts.shape[:-1], dtype=torch.float32, device=q.device)
+        products(sizes, k, v, g, shifts, wholes, False)
+        befores, final = scan(sizes, shifts, wholes, initial, False)
+        kernels.outputs[sizes.grid](
+            q, k, v, g, u, befores, out, sizes.scale, *sizes.numbers,
+            BONUS=sizes.bonus, LEVELS=CHUNK.bit_length() - 1, **sizes.tiles, num_warps=4,
+        )  # fmt: skip
+        ctx.sizes = sizes
+        ctx.save_for_backward(q, k, v, g, u, befores, wholes)
+        return out, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Any, last: Any) -> Any:
+        q, k, v, g, u, befores, wholes = ctx.saved_tensors
+        sizes = ctx.sizes
+        given, last = given.contiguous(), last.contiguous()
+        shifts = sizes.empty_states(q)
+        products(sizes, q, given, g, shifts, wholes, True)
+        if sizes.scale != 1.0:
+            shifts *= sizes.scale
+        afters, of_initial = scan(sizes, shifts, wholes, last, True)
+        of_q, of_k, of_v, of_g = (torch.empty_like(x) for x in (q, k, v, g))
+        of_u = torch.empty_like(wholes) if sizes.bonus else wholes
+        kernels.gradients[sizes.grid](
+            q, k, v, g, u, befores, afters, wholes, given, of_q, of_k, of_v, of_g, of_u, sizes.scale, *sizes.numbers,
+            BONUS=sizes.bonus, LEVELS=CHUNK.bit_length() - 1, **sizes.tiles, num_warps=8,
+        )  # fmt: skip
+        of_bonus = None
+        if sizes.bonus:
+            by_head = of_u.reshape(sizes.batch, sizes.heads, sizes.chunks, sizes.keys)
+            of_bonus = by_head.sum(dim=(0, 2)).to(u.dtype)
+        return None, of_q, of_k, of_v, of_g, of_bonus, of_initial
+
+
+def diagonal_recurrence(call: Call, *, exclusive: bool, bonus: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final state; float32 operands are multiplied in three tf32 products, half ones in one."""
+    q, k, v, g = call.arrays.values()
+    batch, time, heads, keys = k.shape
+    exact = any(x.dtype == torch.float32 for x in (q, k, v))
+    sizes = Sizes(
+        batch, time, heads, keys, v.shape[-1], g.shape[-1], call.scale, exclusive, bonus is not None,
+        "tf32x3" if exact else "tf32",
+    )  # fmt: skip
+    return DiagonalRecurrence.apply(sizes, q, k, v, g, g if bonus is None else bonus, call.initial)
