@@ -133,6 +133,59 @@ def test_half_precision_meets_the_first_run_at_its_marks(dtype):
     assert stats.exact
 
 
+def packings():
+    """Names and what is passed: documents with starting states and an empty one, and episodes with padding."""
+    reset = np.zeros((2, 45), bool)
+    reset[0, [0, 16, 30]], reset[1, 44] = True, True
+    mask = np.ones((2, 45), bool)
+    mask[0, 20:24], mask[1, :3] = False, False
+    cuts = np.zeros((1, 90), bool)
+    cuts[0, [13, 70]] = True
+    return {
+        "documents": (1, 90, {"cu_seqlens": [0, 13, 13, 48, 49, 90]}),
+        "documents and resets": (1, 90, {"cu_seqlens": [0, 13, 13, 48, 49, 90], "reset": cuts}),
+        "episodes and padding": (2, 45, {"reset": reset, "mask": mask}),
+    }
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(
+    ("kind", "length", "name"),
+    [(ParaGRU, length, name) for length in (None, 16) for name in packings()] + [(Leaky, 24, "documents and resets")],
+)
+def test_packing_is_part_of_the_kernels(kind, length, name):
+    """P43: forward and every gradient, the documents' starts included, equal those of the array backend in float64."""
+    batch, time, packing = packings()[name]
+    cell, x = kind(3, 5, seed=0, xp=torch, device=DEVICE), inputs(batch, time)
+    h0 = 0.3 * torch.rand(5 if "cu_seqlens" in packing else batch, *cell.state_shape, device=DEVICE)
+    config = NewtonConfig(scan_backend="triton", segment_len=length, warmup=5 if length else None)
+    states, pullback = newton_vjp(cell, x, config, h0, **packing)
+    wide = cell.to(dtype=torch.float64)
+    reference, wide_pullback = newton_vjp(wide, x.double(), NewtonConfig(scan_backend="array"), h0.double(), **packing)
+    # The tolerance of the joints in float32.
+    assert relative(states, reference) < 1e-5
+    g = torch.from_numpy(np.random.default_rng(5).standard_normal(reference.shape)).to(DEVICE)
+    mine, true = pullback(g.float()), wide_pullback(g)
+    assert relative(mine.x, true.x) < 1e-4
+    assert mine.h0.shape == h0.shape and relative(mine.h0, true.h0) < 1e-4
+    for label, value in true.params.items():
+        assert relative(mine.params[label], value) < 1e-4, label
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("length", [None, 8])
+def test_a_nan_does_not_reach_the_next_document(length):
+    """O08 and O28: neither the states after a head nor the gradients before it see the NaN beyond it."""
+    cell, x = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE), inputs(1, 40)
+    x[0, 13, 0] = float("nan")
+    config = NewtonConfig(scan_backend="triton", segment_len=length)
+    states, pullback = newton_vjp(cell, x, config, cu_seqlens=[0, 10, 20, 40])
+    bad = states.isnan().any(dim=2)[0]
+    assert bool(bad[13:20].all()) and not bool(bad[:13].any()) and not bool(bad[20:].any())
+    grad = pullback(torch.ones_like(states)).x[0].isnan().any(dim=1)
+    assert not bool(grad[:10].any()) and not bool(grad[20:].any())
+
+
 def test_non_contiguous_input_and_empty_axes():
     """P42 and O52."""
     cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)
@@ -175,3 +228,28 @@ def test_a_foreign_triton_is_an_error_only_where_it_was_named(monkeypatch):
         assert explain(cell, x).backend != "triton"
     finally:
         environment_sentence.cache_clear()
+
+
+def test_the_environment_can_be_checked_before_a_run(monkeypatch):
+    """P22: version, then a test kernel, once; a failure is a sentence that names the other path."""
+    from pararnn import kernels
+    from pararnn_triton import environment, smoke
+
+    environment._tried.clear()
+    kernels.check_triton_environment()
+    kernels.require_fused_triton()
+    assert len(environment._tried) == 1
+    environment._tried.clear()
+    monkeypatch.setattr(smoke, "running_sum", {(1,): lambda *_, **__: None})
+    with pytest.raises(BackendUnavailableError, match=r"wrong sums.*scan_backend='eager'"):
+        kernels.require_fused_triton()
+    environment._tried.clear()
+    monkeypatch.undo()
+    monkeypatch.setattr(environment, "environment_sentence", lambda: "triton 2.0 is not among the versions tested")
+    with pytest.raises(BackendUnavailableError, match=r"2\.0.*eager"):
+        kernels.check_triton_environment()
+    assert not kernels.is_fused_dtype_supported(torch.float64, "cuda")
+    assert kernels.is_fused_dtype_supported(torch.float16, 0) == ON_CARD
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        kernels.nothing  # noqa: B018
+    assert "check_triton_environment" in dir(kernels)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 from pararnn.adjoint import Gradients, collect_gradients
 from pararnn.arrays import Array, dtype_name, namespace_name
 from pararnn.backend import Backend
@@ -12,7 +15,7 @@ from pararnn.problem import Problem
 from pararnn.programs import programs_of
 from pararnn.solve import tolerance
 from pararnn.stats import NewtonStats
-from pararnn_triton.environment import environment_sentence
+from pararnn_triton.environment import device_sentence, environment_sentence
 from pararnn_triton.interpreter import interpreting
 from pararnn_triton.shape import Shape, choose_shape
 
@@ -21,11 +24,19 @@ from pararnn_triton.shape import Shape, choose_shape
 DEFAULT_PASSES = 4
 
 
+# Of pararnn.kernels.
+_FUNCTIONS = ("check_triton_environment", "require_fused_triton", "is_fused_dtype_supported")
+
+
 class TritonBackend(Backend):
     """Segments with corrections on the device, or one time loop in a kernel where channels fill the chip."""
 
     name = "triton"
     priority = 40
+    offers: Mapping[str, str] = MappingProxyType(
+        {f"kernels.{name}": f"pararnn_triton.environment:{name}" for name in _FUNCTIONS}
+    )
+    packs = True
     families = ("channelwise", "mixing")
 
     def probe(self) -> str | None:
@@ -56,7 +67,7 @@ class TritonBackend(Backend):
             return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
         if problem.guess is not None or config.exact or config.coords == "log" or config.jac_structure is not None:
             return "guess, exact, coords='log' and jac_structure are options of the array solver"
-        return super().accepts(problem)
+        return super().accepts(problem) or (None if interpreting() else device_sentence(problem.x.device))
 
     def refuses_recurrence(self, call: Call) -> str | None:
         if namespace_name(call.xp) != "torch":
@@ -118,8 +129,9 @@ class TritonBackend(Backend):
             stats.exact = stats.converged = True
             return problem.xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device), stats
         accept = 5.0 * tol
+        programs = programs_of(problem.cell, marks=problem.marks)
         states, estimate = run_forward(
-            programs_of(problem.cell), _gates(problem), _h0(problem), _params(problem), shape, tol, accept
+            programs, _gates(problem), _h0(problem), _params(problem), shape, tol, accept, _told(problem)
         )
         states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
         # Read only when asked for: reading waits for the device.
@@ -142,21 +154,24 @@ class TritonBackend(Backend):
         cell = problem.cell
         batch, time, features, width = problem.shape
         slots = (batch, time, cell.state_slots, width)
-        gates = _gates(problem)
-        d_gates, d_params, d_h0 = run_backward(
-            programs_of(cell),
-            gates,
+        d_gates, d_params, d_h0, d_starts = run_backward(
+            programs_of(cell, marks=problem.marks),
+            _gates(problem),
             _h0(problem),
             _params(problem),
             states.reshape(slots).contiguous(),
             cotangent.reshape(slots).to(problem.dtype).contiguous(),
             _shape(problem),
+            _told(problem),
         )
         flat = d_gates.reshape(batch * time, -1)
         d_x = (flat @ cell.W_x.weight).reshape(batch, time, features)
         d_weight = flat.T @ problem.x.reshape(batch * time, features)
         grads = collect_gradients(problem, list(d_params), d_weight, flat.sum(dim=0))
-        return Gradients(d_x, grads, d_h0.reshape(batch, *cell.state_shape).to(problem.dtype))
+        d_h0 = d_h0.reshape(batch, *cell.state_shape).to(problem.dtype)
+        if d_starts is not None:
+            d_starts = d_starts.reshape(-1, *cell.state_shape).to(problem.dtype)
+        return Gradients(d_x, grads, d_h0, starts=d_starts)
 
     def describe(self, problem: Problem) -> dict[str, object]:
         if problem.cell.family == "mixing":
@@ -208,6 +223,25 @@ def _params(problem: Problem):
 
     values = problem.cell.recurrent(problem.xp, torch.float32)
     return torch.stack(values) if values else problem.x.new_zeros((1, problem.cell.d_h), dtype=torch.float32)
+
+
+def _told(problem: Problem):
+    """Heads, starts and padding as the kernels read them."""
+    import torch
+
+    from pararnn_triton.launch import NOTHING, Told
+
+    if not problem.packed:
+        return NOTHING
+    head, starts, hold, cell = problem.head, problem.starts, problem.hold, problem.cell
+    if starts is not None:
+        starts = starts.to(torch.float32).reshape(-1, cell.state_slots, cell.d_h).contiguous()
+    return Told(
+        None if head is None else head.contiguous(),
+        starts,
+        None if hold is None else hold.contiguous().view(torch.uint8),
+        problem.documents or 0,
+    )
 
 
 def _h0(problem: Problem):

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from pararnn.programs import StepPrograms
 from pararnn_triton.forward_source import JOINT_GROUP
-from pararnn_triton.print_triton import indent, running_loop, statements
+from pararnn_triton.print_triton import indent, input_loads, running_loop, statements
 
 GROUP = 4
 
-_ARGUMENTS = "gates, h0, weights, states, cotangent"
+_ARGUMENTS = "gates, h0, weights, head_rows, fresh, hold_rows, states, cotangent"
 _PLACE = """    blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
     block = pid % blocks
@@ -29,7 +29,7 @@ _PLACE = """    blocks = tl.cdiv(D, BD)
 
 def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]], list[str]]:
     """Statements before the loop, its loads, and those that begin each row."""
-    size, gates = programs.size, programs.gate_names
+    size = programs.size
     before = [
         f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)
     ]
@@ -39,10 +39,7 @@ def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]],
         f"    h0_{k} = tl.load(h0 + (b * {size} + {k}) * D + lane, mask=mask, other=0.0).to(tl.float32)"
         for k in range(size)
     ]
-    loads = [
-        (name, f"tl.load(gates + ((b * T + ROW) * {len(gates)} + {k}) * D + lane, mask=OK, other=0.0).to(tl.float32)")
-        for k, name in enumerate(gates)
-    ]
+    loads = input_loads(programs)
     loads += [
         (
             name,
@@ -67,7 +64,7 @@ def backward_source(programs: StepPrograms) -> str:
 def _maps(programs: StepPrograms) -> str:
     size, slots = programs.size, programs.slots
     before, loads, begin_row = _operands(programs)
-    n_names, b_names = programs.n.flat, [f"b_{s}" for s in slots]
+    n_names, b_names = programs.n.flat, [*(f"b_{s}" for s in slots), *programs.cut_names]
     lines = list(before)
     for name, (i, j) in zip(n_names, programs.n.where, strict=True):
         lines.append(f"{name} = {'tl.full([BD], 1.0, tl.float32)' if i == j else 'tl.zeros([BD], tl.float32)'}")
@@ -112,10 +109,11 @@ def _maps(programs: StepPrograms) -> str:
 
 
 def _sweep(programs: StepPrograms) -> str:
-    size, slots, gates = programs.size, programs.slots, programs.gate_names
+    size, slots, gates = programs.size, programs.slots, programs.gates
     before, loads, begin_row = _operands(programs)
     carry = [f"b_{s}" for s in slots]
     outputs = [f"o_{g}" for g in gates]
+    begun = [f"o_{s}" for s in programs.start_names]
     added = [f"a_{p}" for p in programs.param_names]
     sums = [f"sum_{p}" for p in programs.param_names]
     lines = list(before)
@@ -125,13 +123,22 @@ def _sweep(programs: StepPrograms) -> str:
         for k, name in enumerate(carry)
     ]
     lines += ["if MANY:", *indent(known)]
-    step = statements(programs.back_propagate.program, [*carry, *outputs, *added])
+    step = statements(programs.back_propagate.program, [*carry, *outputs, *begun, *added])
     step += [f"{s} += {a}" for s, a in zip(sums, added, strict=True)]
 
     def body(row: str) -> list[str]:
         store = [
             f"tl.store(grad_gates + ((b * T + {row}) * {len(gates)} + {k}) * D + lane, {o}, mask=mask)"
             for k, o in enumerate(outputs)
+        ]
+        if begun:
+            # Each start is loaded by one step; the rows behind the documents' are shared and want no gradient.
+            store += [
+                f"number = start_number(head_rows, b * T + {row}, lane, mask)",
+                "wanted = mask & (number >= 0) & (number < F)",
+            ]
+        store += [
+            f"tl.store(grad_fresh + (number * {size} + {k}) * D + lane, {o}, mask=wanted)" for k, o in enumerate(begun)
         ]
         return [*begin_row, *step, *store]
 
@@ -140,8 +147,8 @@ def _sweep(programs: StepPrograms) -> str:
     lines.append("if not MANY:")
     lines += [f"    tl.store(grad_h0 + (b * {size} + {k}) * D + lane, {v}, mask=mask)" for k, v in enumerate(carry)]
     head = (
-        '@triton.jit(do_not_specialize=["T", "L", "C"])\n'
-        f"def back_propagate({_ARGUMENTS}, futures, grad_h0, grad_gates, grad_params,\n"
-        "                   B, T, D, L, C, BD: tl.constexpr, HAS_H0: tl.constexpr, MANY: tl.constexpr):\n"
+        '@triton.jit(do_not_specialize=["T", "L", "C", "F"])\n'
+        f"def back_propagate({_ARGUMENTS}, futures, grad_h0, grad_gates, grad_params, grad_fresh,\n"
+        "                   B, T, D, L, C, F, BD: tl.constexpr, HAS_H0: tl.constexpr, MANY: tl.constexpr):\n"
     )
     return head + _PLACE + "\n".join(indent(lines)) + "\n"

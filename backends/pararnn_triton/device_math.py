@@ -5,6 +5,19 @@ import triton.language as tl
 
 
 @triton.jit
+def start_number(head, row, lane, ok):
+    """The row of starting states that a step loads before it, or -1, in every lane."""
+    return tl.load(head + row + lane * 0, mask=ok, other=-1).to(tl.int64)
+
+
+@triton.jit
+def fresh_start(head, fresh, row, lane, ok, slots, slot, width):
+    """One slot of the starting state that a step loads; 0 where it loads none."""
+    number = start_number(head, row, lane, ok)
+    return tl.load(fresh + (number * slots + slot) * width + lane, mask=ok & (number >= 0), other=0.0)
+
+
+@triton.jit
 def reciprocal(x):
     """1 / x for x ≥ 1 in two instructions; a division takes about ten."""
     root = tl.rsqrt(x)

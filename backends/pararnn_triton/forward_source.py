@@ -12,7 +12,7 @@ Nothing waits for the host.
 from __future__ import annotations
 
 from pararnn.programs import StepPrograms
-from pararnn_triton.print_triton import indent, rows_at_once, running_loop, statements
+from pararnn_triton.print_triton import at, indent, input_loads, rows_at_once, running_loop, statements
 from pararnn_triton.shape import Shape
 
 # Rows loaded ahead of their use, in the time loop and in the loop over joints.
@@ -21,7 +21,7 @@ GROUP, JOINT_GROUP, RERUN_GROUP = 4, 8, 4
 MARK_EVERY = 32
 
 _HEAD = """@triton.jit(do_not_specialize=["T", "L", "C", "W"])
-def forward(gates, h0, weights, states, work, estimate,
+def forward(gates, h0, weights, head_rows, fresh, hold_rows, states, work, estimate,
             B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
             LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, HALF: tl.constexpr):
     blocks = tl.cdiv(D, BD)
@@ -58,7 +58,7 @@ def work_size(programs: StepPrograms, batch: int, width: int, shape: Shape, half
 
 def forward_source(programs: StepPrograms) -> str:
     """Triton source of the kernel ``forward`` for one cell."""
-    size, gates = programs.size, programs.gate_names
+    size = programs.size
     prev = programs.prev_names
     m_names, g_names = programs.m.flat, [f"G_{i}_{j}" for i, j in programs.m.where]
     z_names = [f"z_{s}" for s in programs.slots]
@@ -67,12 +67,7 @@ def forward_source(programs: StepPrograms) -> str:
         f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)
     ]
 
-    def gate(k: int, row: str, ok: str) -> str:
-        return (
-            f"tl.load(gates + ((b * T + {row}) * {len(gates)} + {k}) * D + lane, mask={ok}, other=0.0).to(tl.float32)"
-        )
-
-    gate_loads = [(name, gate(k, "ROW", "OK")) for k, name in enumerate(gates)]
+    gate_loads = input_loads(programs)
 
     def joint(array: str, k: int, row: str) -> str:
         return f"{array} + (({k} * B + b) * C + {row}) * D + lane"
@@ -155,11 +150,11 @@ def forward_source(programs: StepPrograms) -> str:
         "    tl.store(opened + group, 0.0)",
         "    tl.store(estimate + b * D + lane, tl.zeros([BD], tl.float32), mask=mask)",
     ]
-    again = _settle(programs, joint, state_at, gate, advance, mark)
+    again = _settle(programs, joint, state_at, advance, mark)
     lines += ["if STAGE == 0:", *indent(plain), "    if MANY:", *indent(plain_ends, 2)]
     lines += ["elif STAGE == 1:", *indent(again), "elif run != 0.0:", *indent(run_tangent)]
 
-    joins = _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names)
+    joins = _join(programs, joint, state_at, advance, m_names, g_names, z_names)
     lines += [
         "if STAGE > 1:",
         "    tl.debug_barrier()",
@@ -181,7 +176,7 @@ def _unlike(pairs: list[tuple[str, str]], where: str) -> list[str]:
     return lines
 
 
-def _settle(programs, joint, state_at, gate, advance, mark) -> list[str]:
+def _settle(programs, joint, state_at, advance, mark) -> list[str]:
     """Stage 1: where start and the end before differ, from that end until what is stored is met.
 
     Ends are read and not written, so the segments need not wait for each other. A run that meets what is stored has
@@ -194,14 +189,14 @@ def _settle(programs, joint, state_at, gate, advance, mark) -> list[str]:
     lines.append("running = tl.max(apart, axis=0)")
     rerun = [f"{p} = true_{k}" for k, p in enumerate(prev)]
     rerun += [f"tl.store({joint('starts', k, 'c')}, {p}, mask=mask)" for k, p in enumerate(prev)]
-    rerun += ["row = begin", "finish = stop", *_rerun(programs, state_at, gate, advance, mark)]
+    rerun += ["row = begin", "finish = stop", *_rerun(programs, state_at, advance, mark)]
     check = [f"end_{k} = tl.load({joint('ends', k, 'c')}, mask=mask, other=0.0)" for k in range(len(prev))]
     check += _unlike([(p, f"end_{k}") for k, p in enumerate(prev)], "mask")
     check += ["if tl.max(apart, axis=0) != 0:", "    tl.store(opened + group, 1.0)"]
     return [*lines, "if running != 0:", *indent(rerun), "    if running != 0:", *indent(check, 2)]
 
 
-def _rerun(programs, state_at, gate, advance, mark=None) -> list[str]:
+def _rerun(programs, state_at, advance, mark=None) -> list[str]:
     """From `row` to `finish`, or until the states are, bit for bit, those stored already (then `running` is 0).
 
     In half precision the comparison is with the marks of the first run, where they are given and hold.
@@ -213,7 +208,7 @@ def _rerun(programs, state_at, gate, advance, mark=None) -> list[str]:
     group = []
     for u in range(count):
         group.append(f"ok{u} = mask & (row + {u} < finish)")
-        group += [f"next{u}_{g} = {gate(k, f'(row + {u})', f'ok{u}')}" for k, g in enumerate(programs.gate_names)]
+        group += [f"next{u}_{g} = {at(text, f'(row + {u})', f'ok{u}')}" for g, text in input_loads(programs)]
     last = count - 1
     # A state that has met the stored one follows it ever after, so the last row of the group decides.
     for k in range(len(prev)):
@@ -237,7 +232,7 @@ def _rerun(programs, state_at, gate, advance, mark=None) -> list[str]:
     return ["while (row < finish) & (running != 0):", *indent(group)]
 
 
-def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -> list[str]:
+def _join(programs, joint, state_at, advance, m_names, g_names, z_names) -> list[str]:
     """Tests the joints, corrects the starts, and on the last launch finishes exactly."""
     slots = programs.slots
     fresh = ", cache_modifier='.cg'"
@@ -298,12 +293,12 @@ def _join(programs, joint, state_at, gate, advance, m_names, g_names, z_names) -
         "tl.store(opened + group, any_open)",
         "tl.store(dirty + b * C * blocks + block, 0.0)",
     ]
-    scan += ["if LAST:", "    if any_open != 0.0:", *indent(_walk(programs, joint, state_at, gate, advance), 2)]
+    scan += ["if LAST:", "    if any_open != 0.0:", *indent(_walk(programs, joint, state_at, advance), 2)]
     scan.append("tl.store(estimate + b * D + lane, error, mask=mask)")
     return scan
 
 
-def _walk(programs, joint, state_at, gate, advance) -> list[str]:
+def _walk(programs, joint, state_at, advance) -> list[str]:
     """The exact finish: segments in order, re-run from the true start until they meet what is stored already."""
     slots, prev = programs.slots, programs.prev_names
     fresh = ", cache_modifier='.cg'"
@@ -315,7 +310,7 @@ def _walk(programs, joint, state_at, gate, advance) -> list[str]:
         "running = tl.max(apart, axis=0)",
         "row = cc * L",
         "finish = tl.minimum(row + L, T)",
-        *_rerun(programs, state_at, gate, advance),
+        *_rerun(programs, state_at, advance),
     ]
     # Met before the end, or never apart: the stored end is the true one.
     here += [f"{p} = tl.where(running == 0, e_{s}, {p})" for s, p in zip(slots, prev, strict=True)]

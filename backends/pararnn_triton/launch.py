@@ -7,7 +7,7 @@ import linecache
 from collections.abc import Callable
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -104,6 +104,25 @@ def _aligned(*tensors: torch.Tensor) -> bool:
     return together % 16 == 0
 
 
+class Told(NamedTuple):
+    """What steps are told besides their inputs, where the programs ask for it.
+
+    Heads (B, T) in int32, the starting states (N, S, D) in float32 of which the first `documents` want a gradient, and
+    padding (B, T) in uint8.
+    """
+
+    head: torch.Tensor | None = None
+    fresh: torch.Tensor | None = None
+    hold: torch.Tensor | None = None
+    documents: int = 0
+
+    def tensors(self, nothing: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(nothing if t is None else t for t in (self.head, self.fresh, self.hold))
+
+
+NOTHING = Told()
+
+
 def run_forward(
     programs: StepPrograms,
     gates: torch.Tensor,
@@ -112,6 +131,7 @@ def run_forward(
     shape: Shape,
     tol: float,
     accept: float,
+    told: Told = NOTHING,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """States (B, T, S, D) in the gates' dtype, and the estimated error by channel (B, D) (zeros where exact)."""
     batch, time, _, width = gates.shape
@@ -124,7 +144,7 @@ def run_forward(
         estimate = torch.empty((batch, width), dtype=torch.float32, device=device)
     else:
         work = estimate = torch.zeros((batch, width), dtype=torch.float32, device=device)
-    first = gates if h0 is None else h0
+    given = (gates, gates if h0 is None else h0, params, *told.tensors(gates))
 
     def make() -> Launches:
         forward = kernels(programs).forward
@@ -139,8 +159,8 @@ def run_forward(
             ],
         )
 
-    key = (gates.shape, gates.dtype, device, h0 is None, shape, tol, accept, _aligned(gates, first, params))
-    _remembered(programs, key, make)(gates, first, params, states, work, estimate)
+    key = (gates.shape, gates.dtype, device, h0 is None, shape, tol, accept, _aligned(*given))
+    _remembered(programs, key, make)(*given, states, work, estimate)
     return states, estimate
 
 
@@ -152,8 +172,9 @@ def run_backward(
     states: torch.Tensor,
     cotangent: torch.Tensor,
     shape: Shape,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cotangents of the gate inputs (B, T, G, D), of the params (P, D) and of h0 (B, S, D)."""
+    told: Told = NOTHING,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Cotangents of the gate inputs (B, T, G, D), the params (P, D), h0 (B, S, D) and the starts (N, S, D)."""
     batch, time, _, width = gates.shape
     size, segments, many = programs.size, shape.segments, shape.segments > 1
     kind: dict[str, Any] = {"dtype": torch.float32, "device": gates.device}
@@ -162,14 +183,15 @@ def run_backward(
     grad_h0 = torch.empty((batch, size, width), **kind)
     # Partial sums by segment, added up in a fixed order: atomics would make the gradient depend on timing.
     grad_params = torch.empty((len(programs.params), batch * segments, width), **kind)
-    first = gates if h0 is None else h0
+    # A start that no step loads keeps its zero.
+    grad_fresh = None if told.fresh is None else torch.zeros_like(told.fresh)
     numbers = (batch, time, width, shape.length, segments)
     constants = (shape.block, h0 is not None)
-    common = (gates, first, params, states, cotangent)
-    key = (gates.shape, gates.dtype, gates.device, h0 is None, shape, _aligned(*common))
+    common = (gates, gates if h0 is None else h0, params, *told.tensors(gates), states, cotangent)
+    key = (gates.shape, gates.dtype, gates.device, h0 is None, shape, told.documents, _aligned(*common))
     futures = grad_h0
     if many:
-        maps = torch.empty((len(programs.n.flat) + size, batch, segments, width), **kind)
+        maps = torch.empty((len(programs.n.flat) + size + len(programs.cut_names), batch, segments, width), **kind)
         futures = torch.empty((size, batch, segments, width), **kind)
         counters = torch.zeros(batch * triton.cdiv(width, shape.block), dtype=torch.int32, device=gates.device)
         _remembered(
@@ -180,6 +202,8 @@ def run_backward(
     _remembered(
         programs,
         ("back_propagate", *key),
-        lambda: Launches(grid, shape.warps, numbers, [(kernels(programs).back_propagate, *constants, many)]),
-    )(*common, futures, grad_h0, grad_gates, grad_params)
-    return grad_gates, grad_params.sum(dim=1), grad_h0
+        lambda: Launches(
+            grid, shape.warps, (*numbers, told.documents), [(kernels(programs).back_propagate, *constants, many)]
+        ),
+    )(*common, futures, grad_h0, grad_gates, grad_params, grad_h0 if grad_fresh is None else grad_fresh)
+    return grad_gates, grad_params.sum(dim=1), grad_h0, grad_fresh

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from pararnn.graph import Instruction, Program
+from pararnn.programs import StepPrograms
 
 _FORMS = {
     "add": "{0} + {1}",
@@ -103,6 +104,30 @@ def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] 
     return lines
 
 
+def input_loads(programs: StepPrograms) -> list[tuple[str, str]]:
+    """What a step reads besides states, as (variable, load expression in ROW and OK): gates, heads, starts, padding."""
+    place, marks = "b * T + ROW", programs.marks
+    loads = [
+        (f"g_{g}", f"tl.load(gates + (({place}) * {len(programs.gates)} + {k}) * D + lane, mask=OK, other=0.0)"
+         ".to(tl.float32)")
+        for k, g in enumerate(programs.gates)
+    ]  # fmt: skip
+    if marks.head:
+        loads.append(("head", f"tl.where(start_number(head_rows, {place}, lane, OK) >= 0, 1.0, 0.0)"))
+    loads += [
+        (name, f"fresh_start(head_rows, fresh, {place}, lane, OK, {programs.size}, {s}, D)")
+        for s, name in enumerate(programs.start_names)
+    ]
+    if marks.hold:
+        loads.append(("hold", f"tl.load(hold_rows + {place} + lane * 0, mask=OK, other=0).to(tl.float32)"))
+    return loads
+
+
+def at(load: str, row: str, ok: str) -> str:
+    """A load expression for one row, in the lanes that are `ok`."""
+    return load.replace("ROW", row).replace("OK", ok)
+
+
 def rows_at_once(operations: int, most: int) -> int:
     """How many rows of a loop to print side by side, at most `most`; fewer where a row is long."""
     return max(1, min(most, STATEMENTS // max(1, operations)))
@@ -130,7 +155,7 @@ def running_loop(
     group = rows_at_once(len(body("row")) + 2 * len(loads), group)
 
     def issue(prefix: str, row: str, ok: str) -> list[str]:
-        return [f"{prefix}{name} = {text.replace('ROW', row).replace('OK', ok)}" for name, text in loads]
+        return [f"{prefix}{name} = {at(text, row, ok)}" for name, text in loads]
 
     sign = "+" if step > 0 else "-"
     lines = [f"whole = ({count}) // {group}"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pararnn import distributed, linear_attention
+from pararnn import distributed, kernels, linear_attention
 from pararnn.adjoint import Gradients
 from pararnn.backend import Backend
 from pararnn.cells import (
@@ -97,6 +97,7 @@ __all__ = [
     "explain",
     "final_states",
     "from_weights",
+    "kernels",
     "linear_attention",
     "newton_apply",
     "newton_vjp",
