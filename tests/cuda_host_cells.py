@@ -36,9 +36,10 @@ class Everything(ChannelwiseCell):
 
 
 def cells() -> list[type[ChannelwiseCell]]:
+    """Ours whose steps are elementwise, and Everything."""
     named = (getattr(pararnn.cells, name) for name in sorted(dir(pararnn.cells)))
-    kinds = [k for k in named if isinstance(k, type) and issubclass(k, ChannelwiseCell) and hasattr(k, "slots")]
-    return [*kinds, Everything]
+    kinds = [k for k in named if isinstance(k, type) and hasattr(k, "slots")]
+    return [*(k for k in kinds if k.family == "channelwise"), Everything]
 
 
 def check(kind: type[ChannelwiseCell], dtype: str, length: int | None) -> dict[str, object]:
@@ -92,7 +93,7 @@ def past_the_end() -> None:
     card = HostCard(programs, "float32", SANITIZED)
     gates, params = np.zeros((1, 8, 1, 4), np.float32), np.zeros((1, 4), np.float32)
     states = np.zeros((1, 6, 1, 4), np.float32)
-    per_channel = np.zeros((1, 4), np.float32), np.zeros((1, 4), np.int32)
+    per_channel = np.zeros((1, 4), np.float32), *np.zeros((2, 1, 4), np.int32)
     arrays = map(card.address, (gates, None, None, params, states, *per_channel))
     card.launch("time_loop", 4, 32, (*arrays, 1, 8, 4))
 

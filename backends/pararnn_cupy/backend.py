@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -82,17 +84,16 @@ class CupyBackend(Backend):
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         if self._is_on_host(problem):
             states, stats = self.newton(_on_device(problem))
-            # The device's memory is not kept for figures that nobody may ask for.
-            stats.__getstate__()
             return states.get(), stats
         if problem.cell.family == "mixing":
-            return super().newton(problem)
+            with _current(problem):
+                return super().newton(problem)
         layout, config = _layout(problem), problem.config
         # An exact solve accepts no error, so what does not match is walked.
         tol = -1.0 if config.exact else tolerance(config, problem)
         accept = 5.0 * tol
         with quiet(problem.xp), self.card(problem) as card:
-            states, estimate, walked = run_forward(
+            states, estimate, counts = run_forward(
                 card, programs_of(problem.cell), dtype_name(problem.dtype), *_operands(problem),
                 _guess(problem), layout, tol, accept,
             )  # fmt: skip
@@ -104,18 +105,26 @@ class CupyBackend(Backend):
             segment_len=layout.length,
             segments=layout.segments,
             windows=1,
-            passes=layout.passes,
-            iters=max(0, layout.passes - 3),
             reason=_reason(layout),
         )
+
+        def later(measure: Callable[[], Any]) -> Callable[[], Any]:
+            def measured() -> Any:
+                with _current(problem):
+                    return measure()
+
+            return measured
+
         # Read only when asked for: reading waits for the device.
         stats.later(
-            agreement_estimate=lambda: float(xp.max(estimate)),
-            max_residual=lambda: float(xp.max(estimate)),
-            exact=lambda: not bool(xp.any(estimate != 0)),
-            converged=lambda: bool(xp.all(estimate <= max(accept, 0.0))),
-            walked=lambda: float(xp.sum(walked)) / lanes,
-            lyapunov=lambda: largest_exponent(problem, states, ArrayEngine(xp)),
+            agreement_estimate=later(lambda: float(xp.max(estimate))),
+            max_residual=later(lambda: float(xp.max(estimate))),
+            exact=later(lambda: not bool(xp.any(estimate != 0))),
+            converged=later(lambda: bool(xp.all(estimate <= max(accept, 0.0)))),
+            walked=later(lambda: float(xp.sum(counts[0, ...])) / lanes),
+            passes=later(lambda: min(layout.passes, 2) + int(xp.max(counts[1, ...]))),
+            iters=later(lambda: max(0, int(xp.max(counts[1, ...])) - 1)),
+            lyapunov=later(lambda: largest_exponent(problem, states, ArrayEngine(xp))),
         )
         return states, stats
 
@@ -126,7 +135,8 @@ class CupyBackend(Backend):
             found = self.pull_back(_on_device(problem), cupy.asarray(states), cupy.asarray(cotangent))
             return Gradients(found.x.get(), {n: a.get() for n, a in found.params.items()}, found.h0.get())
         if problem.cell.family == "mixing":
-            return super().pull_back(problem, states, cotangent)
+            with _current(problem):
+                return super().pull_back(problem, states, cotangent)
         xp, cell = problem.xp, problem.cell
         batch, time, features, width = problem.shape
         slots = (batch, time, cell.state_slots, width)
@@ -158,12 +168,17 @@ class CupyBackend(Backend):
             "path": "segments" if layout.segments > 1 else "sequential",
             "segment_len": layout.length,
             "segments": layout.segments,
-            "passes": layout.passes,
+            "passes": min(layout.passes, 2),
             "reason": reason,
         }
 
     def _is_on_host(self, problem: Problem) -> bool:
         return namespace_name(problem.xp) == "numpy"
+
+
+def _current(problem: Problem) -> AbstractContextManager[Any]:
+    """Makes the device of CuPy arrays the current one: elsewhere CuPy reaches their memory from afar, and says so."""
+    return problem.device if namespace_name(problem.xp) == "cupy" else nullcontext()
 
 
 def _on_device(problem: Problem) -> Problem:

@@ -165,8 +165,8 @@ struct States
 };
 
 extern "C" __global__ void time_loop(const store_t *gates, const work_t *biases, const work_t *h0,
-                                     const work_t *params, store_t *states, work_t *estimate, int *walked, index_t B,
-                                     index_t T, index_t D)
+                                     const work_t *params, store_t *states, work_t *estimate, int *walked,
+                                     int *rounds, index_t B, index_t T, index_t D)
 {
     const Place at = place_of(B, 1, D);
     if (!at.on) return;
@@ -179,13 +179,13 @@ extern "C" __global__ void time_loop(const store_t *gates, const work_t *biases,
         out.write(s, row);
     });
     estimate[at.channel] = work_t(0);
-    walked[at.channel] = 0;
+    walked[at.channel] = rounds[at.channel] = 0;
 }
 
 extern "C" __global__ void plain_pass(const store_t *gates, const work_t *biases, const work_t *h0,
                                       const work_t *params, const work_t *guess, store_t *states, work_t *starts,
                                       work_t *ends, int *opened, int *counters, work_t *estimate, int *walked,
-                                      index_t B, index_t T, index_t D, index_t L, index_t C, index_t W)
+                                      int *rounds, index_t B, index_t T, index_t D, index_t L, index_t C, index_t W)
 {
     const Place at = place_of(B, C, D);
     if (!at.on) return;
@@ -210,9 +210,7 @@ extern "C" __global__ void plain_pass(const store_t *gates, const work_t *biases
     put(ends, s, at.joint, lanes);
     if (at.c == 0)
     {
-        opened[at.channel] = 0;
-        counters[at.channel] = 0;
-        walked[at.channel] = 0;
+        opened[at.channel] = counters[at.channel] = walked[at.channel] = rounds[at.channel] = 0;
         estimate[at.channel] = work_t(0);
     }
 }
@@ -410,9 +408,9 @@ __device__ __noinline__ bool join(const work_t *prods, const work_t *grows, cons
 extern "C" __global__ void tangent_pass(const store_t *gates, const work_t *biases, const work_t *params,
                                         store_t *states, work_t *starts, work_t *ends, const work_t *new_ends,
                                         work_t *prods, work_t *grows, work_t *sizes, unsigned char *stale, int *opened,
-                                        int *counters, work_t *estimate, int *walked, index_t B, index_t T, index_t D,
-                                        index_t L, index_t C, index_t is_first, index_t is_last, double tol,
-                                        double accept)
+                                        int *counters, work_t *estimate, int *walked, int *rounds, index_t B,
+                                        index_t T, index_t D, index_t L, index_t C, index_t is_first, index_t is_last,
+                                        double tol, double accept)
 {
     const Place at = place_of(B, C, D);
     if (!at.on || !opened[at.channel]) return;
@@ -453,6 +451,7 @@ extern "C" __global__ void tangent_pass(const store_t *gates, const work_t *bias
     if (atomicAdd(counters + at.channel, 1) != (int)(C - 1)) return;
     __threadfence();
     counters[at.channel] = 0;
+    rounds[at.channel] += 1;
     bool open = join(prods, grows, sizes, ends, starts, stale, estimate, at, B, D, C, (work_t)tol, (work_t)accept,
                      !is_last);
     if (open && is_last)

@@ -11,7 +11,7 @@ from pararnn.front import Front
 class NumbaFront(Front):
     """Arrays that say where on the device they lie (``__cuda_array_interface__``) and can do nothing else."""
 
-    packages = ("numba",)
+    packages = ("numba", "numba_cuda")
 
     def adopt(self, array: Any) -> Array:
         import cupy

@@ -48,20 +48,23 @@ def run_forward(
             is float32 for half precision.
 
     Returns:
-        states (B, T, S, D) in `dtype`; by channel (B, D) the error relative to scale, zero where exact, and a count.
+        states (B, T, S, D) in `dtype`; by channel (B, D) the error relative to scale, zero where exact;
+        (2, B, D) how many segments were walked, and passes with tangents made.
     """
     batch, time, _, width = gates.shape
     size, entries, segments = programs.size, len(programs.m.flat), layout.segments
     work = work_name(dtype)
     states = card.empty((batch, time, size, width), dtype)
     estimate = card.empty((batch, width), work)
-    counts = card.empty((3, batch, width), "int32")
+    counts = card.empty((4, batch, width), "int32")
     given = tuple(map(card.address, (gates, bias, h0, params)))
     written, errors = card.address(states), card.address(estimate)
-    walked, opened, counters = (card.address(counts) + 4 * k * batch * width for k in range(3))
+    walked, rounds, opened, counters = (card.address(counts) + 4 * k * batch * width for k in range(4))
     if segments == 1:
-        card.launch("time_loop", batch * width, layout.block, (*given, written, errors, walked, batch, time, width))
-        return states, estimate, counts[0, ...]
+        card.launch(
+            "time_loop", batch * width, layout.block, (*given, written, errors, walked, rounds, batch, time, width)
+        )
+        return states, estimate, counts[:2, ...]
     # One allocation for everything that the segments exchange.
     lengths = (size, size, size, size, entries, entries)
     exchange = card.empty((sum(lengths), batch, segments, width), work)
@@ -75,7 +78,8 @@ def run_forward(
     shape = (batch, time, width, layout.length, segments)
     card.launch(
         "plain_pass", threads, layout.block,
-        (*given, card.address(guess), written, starts, ends, opened, counters, errors, walked, *shape, layout.warmup),
+        (*given, card.address(guess), written, starts, ends, opened, counters, errors, walked, rounds, *shape,
+         layout.warmup),
     )  # fmt: skip
     inputs = (given[0], given[1], given[3])
     card.launch("rerun_pass", threads, layout.block, (*inputs, written, starts, ends, new_ends, opened, *shape))
@@ -83,9 +87,9 @@ def run_forward(
         card.launch(
             "tangent_pass", threads, layout.block,
             (*inputs, written, starts, ends, new_ends, prods, grows, sizes, stale, opened, counters, errors, walked,
-             *shape, int(k == 2), int(k == layout.passes - 1), float(tol), float(accept)),
+             rounds, *shape, int(k == 2), int(k == layout.passes - 1), float(tol), float(accept)),
         )  # fmt: skip
-    return states, estimate, counts[0, ...]
+    return states, estimate, counts[:2, ...]
 
 
 def run_backward(
