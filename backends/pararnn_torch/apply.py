@@ -53,12 +53,12 @@ def sequential_apply(cell: Any, x: torch.Tensor, h0: torch.Tensor | None = None,
         if not problem.shape[1]:
             # A loop without a step touches nothing, and autograd would not find its way back.
             return newton_apply(cell, x, h0=h0, **packing)
-        problem = replace(problem, xp=_Differentiable(problem.xp))
+        problem = replace(problem, xp=Differentiable(problem.xp))
     with apart(problem.device):
         return run_sequential(problem)
 
 
-class _Differentiable:
+class Differentiable:
     """torch's namespace with a sigmoid that autograd can follow into a shut gate."""
 
     smooth_sigmoid = staticmethod(torch.sigmoid)

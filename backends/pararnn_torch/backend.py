@@ -33,6 +33,16 @@ class TorchFront(Front):
 
         return sequential_apply(cell, x, h0, **packing)
 
+    def watches(self, *arrays: Array) -> bool:
+        from pararnn_torch.apply import is_tracked
+
+        return is_tracked(*arrays)
+
+    def smooth(self, xp: Any) -> Any:
+        from pararnn_torch.apply import Differentiable
+
+        return Differentiable(xp)
+
     def untracked(self, problem: Problem) -> Problem:
         from pararnn_torch.apply import untracked
 

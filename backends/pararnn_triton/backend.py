@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
+
+import array_api_compat
 
 from pararnn.adjoint import Gradients, collect_gradients
 from pararnn.arrays import Array, dtype_name, namespace_name
@@ -173,6 +176,23 @@ class TritonBackend(Backend):
             d_starts = d_starts.reshape(-1, *cell.state_shape).to(problem.dtype)
         return Gradients(d_x, grads, d_h0, starts=d_starts)
 
+    def decodes(self, cell: Any, ref: Array) -> bool:
+        if namespace_name(array_api_compat.array_namespace(ref)) != "torch" or cell.family != "channelwise":
+            return False
+        if ref.device.type != "cuda" and not interpreting():
+            return False
+        name = dtype_name(cell.dtype)
+        if name == "bfloat16" and ref.device.type == "cuda" and _before_bfloat16(ref.device):
+            return False
+        return name != "float64" and self.probe() is None
+
+    def decode(
+        self, cell: Any, state: Array, given: Array, projected: bool, out: Array | None, table: Array | None
+    ) -> Array:
+        from pararnn_triton.decode import decode
+
+        return decode(cell, state, given, projected, out, table)
+
     def describe(self, problem: Problem) -> dict[str, object]:
         if problem.cell.family == "mixing":
             from pararnn_triton.mixing_solve import describe_mixing_on_cuda
@@ -186,6 +206,12 @@ class TritonBackend(Backend):
             "passes": shape.passes,
             "reason": _reason(shape),
         }
+
+
+def _before_bfloat16(device: Any) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 def _reason(shape: Shape) -> str:

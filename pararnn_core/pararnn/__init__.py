@@ -33,6 +33,7 @@ from pararnn.cells import (
     check_cell,
 )
 from pararnn.config import NewtonConfig, compile_safe_config
+from pararnn.decode import can_decode_step, decode_step, decode_wx
 from pararnn.errors import (
     AgreementError,
     BackendUnavailableError,
@@ -90,8 +91,11 @@ __all__ = [
     "UntraceableError",
     "auto_newton_iters",
     "backends",
+    "can_decode_step",
     "check_cell",
     "compile_safe_config",
+    "decode_step",
+    "decode_wx",
     "default_agreement_atol",
     "distributed",
     "explain",

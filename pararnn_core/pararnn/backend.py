@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pararnn.adjoint import Gradients, pull_back
 from pararnn.apart import pull_back_apart, solve_apart
@@ -103,6 +103,16 @@ class Backend:
 
     def diagonal_recurrence(self, call: Call, *, exclusive: bool, bonus: Array | None) -> tuple[Array, Array]:
         """Outputs (B, T, H, V) and final states of a call that was not refused, see linear_attention.run."""
+        raise NotImplementedError
+
+    def decodes(self, cell: Any, ref: Array) -> bool:
+        """Whether :meth:`decode` runs one step of `cell` in a kernel of its own on arrays like `ref`."""
+        return False
+
+    def decode(
+        self, cell: Any, state: Array, given: Array, projected: bool, out: Array | None, table: Array | None
+    ) -> Array:
+        """One step, all checked: state (B, …) or a pool (C, …), given (B, I) or its projection; see decode_step."""
         raise NotImplementedError
 
     def describe(self, problem: Problem) -> dict[str, object]:

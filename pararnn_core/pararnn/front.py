@@ -47,6 +47,14 @@ class Front:
     def meet(self, kind: type) -> None:
         """Told of a cell's class when a cell of it first has arrays of the library."""
 
+    def watches(self, *arrays: Array) -> bool:
+        """Whether somebody must know how a result depends on these arrays."""
+        return False
+
+    def smooth(self, xp: Any) -> Any:
+        """`xp`, with functions whose derivative the library's autograd can follow everywhere."""
+        return xp
+
     def untracked(self, problem: Problem) -> Problem:
         """The same numbers, cut off from automatic differentiation."""
         return problem

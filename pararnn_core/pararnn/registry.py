@@ -166,6 +166,16 @@ def choose(problem: Problem) -> Choice:
     raise TypeError("no backend takes this problem: " + "; ".join(f"{n}: {s}" for n, s in refusals.items()))
 
 
+def decoder_of(cell: Any, ref: Any) -> Backend | None:
+    """The backend with the highest priority that decodes `cell` in a kernel of its own, if any."""
+    for backend in backends().values():
+        decodes = getattr(backend, "decodes", None)
+        if decodes is not None and decodes(cell, ref):
+            assert isinstance(backend, Backend)
+            return backend
+    return None
+
+
 def offered(name: str) -> Any:
     """The object behind a public name that some backend offers.
 
