@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import nn
 
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
+from pararnn.decode import decode_step
 from pararnn.drives import with_drives
 from pararnn.linear_cells import solved_linearly
 from pararnn.newton import newton_apply
+from pararnn.registry import decoder_of
 from pararnn.sequential import sequential_apply
 from pararnn.stats import NewtonStats
 from pararnn_torch.apply import apart, is_tracked
@@ -165,6 +168,11 @@ def _time_loop(
     if is_tracked(x, h0, *cell.arrays.values()):
         stats.fill(_EXACT)
         return sequential_apply(cell, x, h0, **packing)
+    decoder = decoder_of(cell, x) if x.ndim == 3 and x.shape[1] == 1 and not packing else None
+    if decoder is not None and (h0 is None or tuple(h0.shape) == (x.shape[0], *cell.state_shape)):
+        state = x.new_zeros((x.shape[0], *cell.state_shape)) if h0 is None else h0
+        stats.fill(replace(_EXACT, scan_backend=decoder.name, reason="one step, in the decode kernel"))
+        return decode_step(cell, state, x).to(x.dtype)
     whole = NewtonConfig(segment_len=max(1, x.shape[1]) if x.ndim == 3 else None)
     return newton_apply(cell, x, whole, h0=h0, stats=stats, **packing)
 

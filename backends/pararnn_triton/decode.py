@@ -31,11 +31,11 @@ def decode(
     batch, width = given.shape[0], cell.d_h
     project = not projected and batch <= PROJECT_ROWS
     if not projected and not project:
-        given = torch.nn.functional.linear(given.float(), *(a.float() for a in cell.W_x))
+        given = torch.nn.functional.linear(given, *cell.W_x)
     given = given if given.stride(-1) == 1 else given.contiguous()
     if state.stride()[1:] != state.new_empty((0, *state.shape[1:])).stride()[1:]:
         if table is not None:
-            raise ValueError("decode_step: the states of a pool must be contiguous, each by itself; the pool need not be")
+            raise ValueError("decode_step: each state of a pool must be contiguous; the pool itself need not")
         state = state.contiguous()
     new = torch.empty((batch, *cell.state_shape), dtype=state.dtype, device=state.device) if out is None else out
     weight, bias = cell.W_x

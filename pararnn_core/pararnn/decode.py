@@ -185,7 +185,7 @@ def _one_step(what: str, cell: Any, x: Any) -> tuple[Array, int]:
     if x.ndim == 3 and int(x.shape[1]) == 1:
         return x, 3
     raise ValueError(
-        f"{what}: the input of one step must be (B, F) or (B, 1, F), got {tuple(x.shape)}; newton_apply takes more steps"
+        f"{what}: the input of one step must be (B, F) or (B, 1, F), got {tuple(x.shape)}; newton_apply takes sequences"
     )
 
 
@@ -239,9 +239,8 @@ def _checked_table(xp: Namespace, table: Any, batch: int, pool: Array) -> Array:
     return table
 
 
-def _check_out(
-    what: str, xp: Namespace, out: Any, shape: tuple[int, ...], dtypes: tuple[Any, ...], like: Array
-) -> None:
+def _check_out(what: str, xp: Namespace, out: Any, shape: tuple[int, ...], dtype: Any, like: Array) -> None:
+    """Refuses what cannot be written in place."""
     if namespace_name(xp) not in ("numpy", "torch", "cupy"):
         raise TypeError(f"{what}: {namespace_name(xp)} arrays cannot be written in place; leave out= away")
     if not is_array(out) or array_api_compat.array_namespace(out) is not array_api_compat.array_namespace(like):
