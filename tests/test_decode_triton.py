@@ -28,6 +28,8 @@ if not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1":
     # Triton reads the switch when it is first imported, so it cannot be thrown here.
     pytest.skip("no CUDA card; .ci/run runs this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
 
+from pararnn_triton.decode import PROJECT_ROWS  # noqa: E402
+
 CELLS = (ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh)
 
 
@@ -52,8 +54,10 @@ def test_steps_equal_the_sequence(kind, batch, dtype):
     for t in range(5):
         first = decode_step(cell, first, x[:, t])
         second = decode_step(cell, second, wx=decode_wx(cell, x[:, t]))
-        for mine in (first, second):
-            torch.testing.assert_close(mine, wanted[:, t], atol=3e-6, rtol=1e-5)
+        torch.testing.assert_close(second, wanted[:, t], atol=3e-6, rtol=1e-5)
+        # A product of many rows leaves the gate inputs in half precision, as in a run over the whole sequence.
+        rounded = dtype != torch.float32 and batch > PROJECT_ROWS
+        torch.testing.assert_close(first, wanted[:, t], atol=2e-2 if rounded else 3e-6, rtol=2e-2 if rounded else 1e-5)
     stored = decode_step(cell, wanted[:, 3].to(dtype), x[:, 4])
     assert stored.dtype == dtype
     torch.testing.assert_close(stored.float(), wanted[:, 4], atol=2e-2 if dtype != torch.float32 else 3e-6, rtol=2e-2)
