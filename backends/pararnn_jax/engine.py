@@ -7,12 +7,14 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from pararnn.arrays import Array
 from pararnn.engine import ArrayEngine, Costs, LoopResult
 from pararnn.problem import Problem
 from pararnn.programs import LoopProgram
+from pararnn_jax import kernels
 from pararnn_jax.evaluate import evaluate
 
 # XLA plans memory for the whole program, so a window holds all of time.
@@ -30,6 +32,11 @@ def platform_of(*arrays: Any) -> str:
     return jax.default_backend()
 
 
+def kernels_for(platform: str) -> bool | str:
+    """Whether to run loops as Pallas kernels on `platform`."""
+    return platform == "gpu"
+
+
 class JaxEngine(ArrayEngine):
     """Loops as scans; the number of operations in the traced program does not depend on the number of steps."""
 
@@ -37,9 +44,12 @@ class JaxEngine(ArrayEngine):
 
     def __init__(self, problem: Problem) -> None:
         super().__init__(problem.xp)
-        self.costs = CPU if platform_of(problem.x, problem.cell.W_x.weight) == "cpu" else ACCELERATOR
+        platform = platform_of(problem.x, problem.cell.W_x.weight)
+        self.costs = CPU if platform == "cpu" else ACCELERATOR
         # Several steps in one launch where launches are what a step costs.
-        self.unroll = 2 if self.costs is CPU else 8
+        self.unroll = 2 if platform == "cpu" else 8
+        # Whether loops are Pallas kernels where Pallas can build them; "interpret" runs them without a GPU.
+        self.kernels: bool | str = kernels_for(platform)
 
     def function(self, loop: LoopProgram) -> Any:
         return lambda xp, *operands: evaluate(loop.program, *operands)
@@ -75,21 +85,45 @@ class JaxEngine(ArrayEngine):
         keep: int = 0,
     ) -> LoopResult:
         """As `loop`, but row l of what is kept is the carry after step l: (L, n), without where it started."""
-        like = partial(self._like, example=carry[0])
-        middle = loop.carry + loop.stored
+        interpret = self.kernels == "interpret"
+        if interpret or (self.kernels and kernels.refusal(loop, carry[0]) is None):
+            return LoopResult(*_kernel_scan((loop, reverse, keep, interpret), list(carry), list(rows), list(consts)))
+        return LoopResult(*_plain_scan((loop, reverse, keep, self.unroll), list(carry), list(rows), list(consts)))
 
-        def body(state: tuple[list[Array], list[Array]], row: list[Array]) -> tuple[Any, Any]:
-            now, sums = state
-            out = [like(value) for value in evaluate(loop.program, *now, *row, *consts)]
-            new = out[: loop.carry]
-            added = [a + b for a, b in zip(sums, out[middle:], strict=True)]
-            return (new, added), (new[:keep], out[loop.carry : middle])
 
-        none = [self.xp.zeros_like(carry[0])] * loop.totals
-        (last, totals), (kept, stored) = lax.scan(
-            body, (list(carry), none), list(rows), reverse=reverse, unroll=self.unroll
-        )
-        return LoopResult(last, kept, stored, totals)
+Columns = tuple[list[Array], list[Array], list[Array], list[Array]]
+
+
+def _plain_scan(setting: tuple[Any, ...], carry: list[Array], rows: list[Array], consts: list[Array]) -> Columns:
+    """A loop program as `lax.scan`, on every platform."""
+    loop, reverse, keep, unroll = setting
+    middle, example = loop.carry + loop.stored, carry[0]
+
+    def body(state: tuple[list[Array], list[Array]], row: list[Array]) -> tuple[Any, Any]:
+        now, sums = state
+        found = evaluate(loop.program, *now, *row, *consts)
+        out = [jnp.broadcast_to(jnp.asarray(value, example.dtype), example.shape) for value in found]
+        new = out[: loop.carry]
+        added = [a + b for a, b in zip(sums, out[middle:], strict=True)]
+        return (new, added), (new[:keep], out[loop.carry : middle])
+
+    none = [jnp.zeros_like(example)] * loop.totals
+    (last, totals), (kept, stored) = lax.scan(body, (carry, none), rows, reverse=reverse, unroll=unroll)
+    return last, kept, stored, totals
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _kernel_scan(setting: tuple[Any, ...], carry: list[Array], rows: list[Array], consts: list[Array]) -> Columns:
+    """The same as one kernel."""
+    loop, reverse, keep, interpret = setting
+    return kernels.launch(loop, carry, rows, consts, reverse, keep, interpret)
+
+
+@_kernel_scan.defjvp
+def _kernel_scan_jvp(setting: tuple[Any, ...], primals: Any, tangents: Any) -> Any:
+    # A gradient that is differentiated again goes through the scan, which JAX knows how to differentiate.
+    loop, reverse, keep, _ = setting
+    return jax.jvp(partial(_plain_scan, (loop, reverse, keep, 1)), primals, tangents)
 
 
 def xp_row(lanes: Array) -> Array:
