@@ -283,7 +283,7 @@ def test_printing_names_the_layer():
 
 
 def test_training_takes_the_same_course():
-    """P: one seed, one loss curve, up to rounding."""
+    """One seed, one loss curve, up to rounding."""
     curves = []
     for wrap in (lambda m: m, lambda m: parallelize(m, config=SEGMENTS)):
         torch.manual_seed(0)
