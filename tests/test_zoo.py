@@ -326,6 +326,18 @@ class TestDiagonalStateSpaces:
         np.testing.assert_allclose(got[:, :, 0], true[:, :, 0], rtol=2e-5)
 
 
+    @pytest.mark.parametrize("kind", [ParaLRU, ParaS5])
+    @pytest.mark.parametrize("length", [64, 512])
+    def test_rounding_of_a_rotation_does_not_grow_with_every_segment(self, kind, length):
+        """Part by part its bound grows by √2 a segment, and nothing would ever be accepted in float32."""
+        cell, x = made(kind, {}, time=8192, dtype=np.float32, batch=1)
+        stats = NewtonStats()
+        got = newton_apply(cell, x, NewtonConfig(segment_len=length, scan_backend="numpy"), stats=stats)
+        assert stats.walked == 0.0 and stats.passes <= 3 and stats.agreement_estimate < 5e-5
+        loop = newton_apply(cell, x, NewtonConfig(segment_len=8192, scan_backend="numpy"))
+        assert error_of(cell, got, loop) < 4.0 * stats.agreement_estimate < 1e-4
+
+
 class TestUnICORNN:
     def test_it_keeps_volume(self):
         """The determinant of each step's Jacobian is 1, so the exponents of the two slots sum to zero."""

@@ -7,6 +7,7 @@ written row by row, some are added up.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -132,6 +133,7 @@ class StepPrograms:
         self.slots, self.gates, self.params = cell.slots, cell.gates, cell.params
         # A start from outside the box would be projected on it.
         self.bounds = [None if marks.starts else cell.bounds.get(s) for s in cell.slots]
+        self.oscillates = cell.oscillates and len(cell.slots) == 2
         self.logarithmic = [s in cell.logarithmic for s in cell.slots]
         self.size = len(self.slots)
         self.prev = [graph.input(f"s_{s}") for s in self.slots]
@@ -248,9 +250,10 @@ class StepPrograms:
         zero = g.const(0.0)
         m = self.m.symbols(g)
         new_delta, new_noise, new_start = [], [], []
+        carried = self._carried_noise(m, [g.input(n) for n in noise], [g.input(f) for f in floors])
         for i, slot in enumerate(self.slots):
             end, old = g.input(ends[i]), g.input(starts[i])
-            moved, spread = zero, g.input(floors[i])
+            moved, spread = zero, carried[i]
             for k in range(size):
                 if m[i][k].is_number(0.0):
                     continue
@@ -258,7 +261,6 @@ class StepPrograms:
                 # An exact start stays exact even where the tangent has overflowed: 0 * inf must be 0 here.
                 term = g.apply("where", g.apply("equal", d, zero), zero, g.apply("mul", m[i][k], d))
                 moved = add(moved, term)
-                spread = add(spread, mul(g.apply("abs", m[i][k]), g.input(noise[k])))
             start = wanted = add(end, moved)
             if self.bounds[i] is not None:
                 start = g.apply("maximum", g.apply("minimum", start, g.input(f"hi_{slot}")), g.input(f"lo_{slot}"))
@@ -279,6 +281,39 @@ class StepPrograms:
             new=[*new_delta, *new_noise],
             stored=new_start,
         )
+
+    def _carried_noise(self, m: list[list[Expr]], noise: list[Expr], floors: list[Expr]) -> list[Expr]:
+        """Rounding at the end of a segment from that at its start: |M| ν + φ, or a bound of its length."""
+        g, carried = self.graph, []
+        for row, floor in zip(m, floors, strict=True):
+            spread = floor
+            for entry, n in zip(row, noise, strict=True):
+                if not entry.is_number(0.0):
+                    spread = add(spread, mul(g.apply("abs", entry), n))
+            carried.append(spread)
+        if not self.oscillates:
+            return carried
+        # |M v| ≤ σ |v| with the largest singular value σ. A vector of this length with equal parts stands for all.
+        length = g.apply("add", g.apply("mul", self._norm(m), self._length(noise)), self._length(floors))
+        tighter = g.apply("less", length, self._length(carried))
+        part = g.apply("mul", length, g.const(math.sqrt(0.5)))
+        return [g.apply("where", tighter, part, spread) for spread in carried]
+
+    def _length(self, pair: list[Expr]) -> Expr:
+        """√(a² + b²) of two numbers that are not negative, without overflow or underflow."""
+        g, zero, one = self.graph, self.graph.const(0.0), self.graph.const(1.0)
+        high, low = g.apply("maximum", *pair), g.apply("minimum", *pair)
+        ratio = g.apply("div", low, g.apply("where", g.apply("equal", high, zero), one, high))
+        return g.apply("mul", high, g.apply("sqrt", g.apply("add", one, g.apply("mul", ratio, ratio))))
+
+    def _norm(self, m: list[list[Expr]]) -> Expr:
+        """The largest singular value of a 2×2 matrix."""
+        g, ((a, b), (c, d)) = self.graph, m
+        total = add(add(mul(a, a), mul(b, b)), add(mul(c, c), mul(d, d)))
+        twice = mul(g.const(2.0), g.apply("sub", mul(a, d), mul(b, c)))
+        gap = g.apply("mul", g.apply("sub", total, twice), g.apply("add", total, twice))
+        root = g.apply("sqrt", g.apply("maximum", gap, g.const(0.0)))
+        return g.apply("sqrt", g.apply("mul", g.const(0.5), g.apply("add", total, root)))
 
     @cached_property
     def jacobians(self) -> LoopProgram:

@@ -122,6 +122,9 @@ class ChannelwiseCell:
     picard_start: ClassVar[bool] = False
     # Whether the cell never forgets by design, so that where nothing else was asked for one time loop is the best plan.
     long_memory: ClassVar[bool] = False
+    # Whether its two slots are the parts of one oscillation, as of a complex number, and of like size: rounding in them
+    # is then bounded by their common length, which a rotation keeps, and not part by part, which would grow with each.
+    oscillates: ClassVar[bool] = False
     # Tells apart classes of one name (a notebook defines the same class again and again).
     serial: ClassVar[int] = 0
 

@@ -34,6 +34,7 @@ class ParaLRU(ChannelwiseCell):
     gates = ("b_re", "b_im")
     params = ("nu", "theta", "gamma")
     default_max_recurrent_norm = None
+    oscillates = True
     options = ("r_min", "r_max", "max_phase")
     r_min: float
     r_max: float

@@ -34,6 +34,7 @@ class ParaS5(ChannelwiseCell):
     drives = {"dt": 1.0}
     params = ("a", "b", "delta")
     default_max_recurrent_norm = None
+    oscillates = True
 
     def initial_arrays(self, rng: np.random.Generator, n_in: int, n_h: int) -> dict[str, np.ndarray]:
         """λ = -1/2 + iπn, Δ log-uniform in [1e-3, 1e-1]; W_x as every cell's."""

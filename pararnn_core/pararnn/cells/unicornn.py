@@ -38,6 +38,7 @@ class ParaUnICORNN(ChannelwiseCell):
     params = ("w", "c")
     default_max_recurrent_norm = None
     long_memory = True
+    oscillates = True
     options = ("step_size", "alpha")
     step_size: float
     alpha: float
