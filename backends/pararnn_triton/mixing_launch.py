@@ -1,4 +1,4 @@
-"""Mixing cells on CUDA: a product and one kernel per step, all of a pass captured as one CUDA graph per shape."""
+"""Mixing cells on CUDA: one kernel per step, product included; all of a pass captured as one CUDA graph per shape."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from pararnn.mixing.trace import MixPrograms
 from pararnn_triton.launch import _OPTIONS, _module
 from pararnn_triton.mixing_source import mixing_source
 
-# Elements per program of the step, and of the kernels that join.
-BLOCK, JOINT_BLOCK = 256, 64
+# Rows and channels of a program's tile, largest first: the first with which the programs fill the chip is taken.
+TILES = ((64, 32), (32, 32), (16, 32), (16, 16))
+ENOUGH_PROGRAMS = 132
+# Terms of a product that a program loads at a time; channels of a program that joins.
+DEPTH, JOINT_BLOCK = 64, 64
 # Steps of one graph of the plain loop.
 WALK = 256
 # Buffers and graphs that stay for the next call of the same shape, and the largest size of such.
@@ -45,6 +48,7 @@ class Board:
         inner = width // heads
         matrix = (width, self.count * width) if heads == 1 else (heads, inner, self.count * inner)
         self.matrix = torch.empty(matrix, **kind)
+        self.transposed = torch.empty((heads, self.count * inner, inner), **kind)
         self.bias = torch.zeros(self.count * width, **kind)
         self.diagonals = torch.empty((self.count, width), **kind)
         self.gates = torch.empty((batch, time, len(programs.gate_names), width), dtype=dtype, device=device)
@@ -108,43 +112,47 @@ class Span:
         self.old_starts, self.old_ends = torch.zeros_like(self.slots), torch.zeros_like(self.slots)
         self.seen = torch.zeros_like(self.slots)
         self.entries = torch.zeros((len(board.programs.m.flat), rows, width), **kind)
-        inner = width // board.heads
-        self.products = torch.empty((board.heads, rows, board.count * inner), **kind)
-        self.moved = torch.zeros((board.heads, rows, inner), **kind)
+        self.inner = width // board.heads
+        # What the next step multiplies, and where it leaves what the one after it multiplies: they change places.
+        self.other = torch.zeros_like(self.slots)
+        self.mixed = torch.zeros((board.heads, rows, board.count * self.inner), **kind)
+        self.mixed_after = torch.zeros_like(self.mixed)
         self.report = torch.empty((board.batch, count, size, 5), **kind)
         self.source = board.programs.stages[0].slot
-        self.grid = (triton.cdiv(rows * width, BLOCK),)
+        self.tile = self._tile()
+        self.grid = (triton.cdiv(rows, self.tile[0]), board.heads * triton.cdiv(self.inner, self.tile[1]))
+        # Products of float32 parts keep its accuracy, but not an infinity, with which a plain loop may have to go on.
+        allowed = "tf32" if torch.backends.cuda.matmul.allow_tf32 else "tf32x3"
+        self.precision = "ieee" if count == 1 else allowed
         self.graphs: dict[str, Any] = {}
 
-    # One step of all rows, as launches.
+    def _tile(self) -> tuple[int, int]:
+        for tile in TILES:
+            programs = triton.cdiv(self.rows, tile[0]) * self.board.heads * triton.cdiv(self.inner, tile[1])
+            if programs >= ENOUGH_PROGRAMS:
+                return tile
+        return TILES[-1]
+
+    # One step of all rows, as a launch.
 
     def _forward(self, l: int, *, tangent: bool, store: bool, first: bool) -> None:
         board = self.board
-        left = self.slots[self.source]
-        if board.heads == 1:
-            torch.mm(left, board.matrix, out=self.products[0])
-        else:
-            split = left.view(self.rows, board.heads, -1).transpose(0, 1)
-            torch.bmm(split, board.matrix, out=self.products)
         board.module.step[self.grid](
-            board.gates, self.products, board.bias, board.diagonals, self.slots, self.entries, board.states,
+            board.gates, board.matrix, board.bias, board.diagonals, self.slots, self.other, self.entries, board.states,
             board.begin, self.rows, board.time, board.width, self.length, self.count, l,
-            BLOCK, board.heads, self.leftward, tangent, store, first, num_warps=4, **_OPTIONS,
+            self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first, num_warps=4, **_OPTIONS,
         )  # fmt: skip
+        self.slots, self.other = self.other, self.slots
 
     def _back(self, l: int, *, tangent: bool, store: bool, first: bool) -> None:
         board, more = self.board, self.board.backward
         board.module.back[self.grid](
-            board.gates, more["products"], board.states, board.h0, more["given"], self.moved, board.diagonals,
-            self.slots, self.entries, self.products, more["d_gates"], more["d_products"],
+            board.gates, board.transposed, more["products"], board.states, board.h0, more["given"], board.diagonals,
+            self.slots, self.entries, self.mixed, self.mixed_after, more["d_gates"], more["d_products"],
             board.begin, self.rows, board.time, board.width, self.length, self.count, l,
-            BLOCK, board.heads, self.leftward, tangent, store, first, num_warps=4, **_OPTIONS,
+            self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first, num_warps=4, **_OPTIONS,
         )  # fmt: skip
-        transposed = board.matrix.transpose(-1, -2)
-        if board.heads == 1:
-            torch.mm(self.products[0], transposed, out=self.moved[0])
-        else:
-            torch.bmm(self.products, transposed, out=self.moved)
+        self.mixed, self.mixed_after = self.mixed_after, self.mixed
 
     def _steps(self, order: range, *, tangent: bool, store: bool, look: int | None = None) -> None:
         one = self._back if self.leftward else self._forward
@@ -154,16 +162,16 @@ class Span:
             one(l, tangent=tangent, store=store, first=k == 0)
 
     def _keep(self, target: torch.Tensor) -> None:
-        """Where the slots stand: leftward, what the last product moved is still to be added."""
+        """Where the slots stand: leftward, what the last step's products move is still to be added."""
         target.copy_(self.slots)
         if self.leftward:
-            moved = self.moved.transpose(0, 1).reshape(self.rows, self.board.width)
-            target[self.source].add_(moved)
+            moved = torch.bmm(self.mixed, self.board.transposed).transpose(0, 1)
+            target[self.source].add_(moved.reshape(self.rows, self.board.width))
 
     def _pass(self, look: int | None) -> None:
         self.slots.copy_(self.starts)
         steps = range(self.length)
-        self.moved.zero_()
+        self.mixed.zero_()
         self._steps(steps[::-1] if self.leftward else steps, tangent=self.count > 1, store=True, look=look)
         self._keep(self.ends)
 
@@ -180,7 +188,7 @@ class Span:
     def _begin(self) -> None:
         shape = (self.board.size, self.board.batch, self.count, self.board.width)
         self.slots.view(shape).copy_(self.board.blank[:, None, None, :].expand(shape))
-        self.moved.zero_()
+        self.mixed.zero_()
         warm = range(self.warmup)[::-1] if self.leftward else range(self.length - self.warmup, self.length)
         self._steps(warm, tangent=False, store=False)
         self._keep(self.ends)

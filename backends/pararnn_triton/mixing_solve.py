@@ -73,6 +73,7 @@ def _filled(problem: Problem, cell: MixingCell) -> tuple[Board, Rows]:
     rows = Rows(problem, cell)
     matrix, offset = rows.matrices[0]
     board.matrix.copy_(matrix)
+    board.transposed.copy_(board.matrix.view(board.heads, -1, board.transposed.shape[1]).transpose(1, 2))
     if offset is None:
         board.bias.zero_()
     else:

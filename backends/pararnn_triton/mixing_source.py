@@ -1,7 +1,10 @@
-"""The kernels of a mixing cell: one elementwise step between two products, its cotangent, and what joins segments.
+"""The kernels of a mixing cell: a step with its product, its cotangent, and what joins segments.
 
 A row is one state of one sequence in one segment; slots are kept as (S, N, D) in float32, N = B·C, so that a slot is
-the left side of a product. Gates, states and cotangents stay in their layout in time, (B, T, …): a row's step l is at
+the left side of a product. A program makes a tile of rows and channels: it multiplies the rows, whole, with its
+channels' part of the matrix, and goes on with what is elementwise while the products are in registers. What it
+multiplies was written by other programs one launch before, so slots (leftward: cotangents of products) have two buffers
+that change places. Gates, states and cotangents stay in their layout in time, (B, T, …): a row's step l is at
 ``time[0] + c·L + l``, where c counts segments from the left, or from the right as the adjoint travels.
 """
 
@@ -13,19 +16,35 @@ from pararnn.mixing.trace import MixPrograms
 from pararnn_triton.print_triton import indent, running_loop, statements
 
 JOINT_GROUP = 8
+TILE = "[BM, BN]"
 
-_LANES = """    index = tl.program_id(0) * BD + tl.arange(0, BD)
-    mask = index < N * D
-    n, d = index // D, index % D
+_TILE = """    blocks = tl.cdiv(INNER, BN)
+    head = tl.program_id(1) // blocks
+    lane = tl.program_id(1) % blocks * BN + tl.arange(0, BN)
+    n = (tl.program_id(0) * BM + tl.arange(0, BM))[:, None]
+    d = (head * INNER + lane)[None, :]
+    mask = (n < N) & (lane < INNER)[None, :]
+    index = n * D + d
     c = n % C
     if LEFTWARD:
         c = C - 1 - c
     t = tl.load(time) + c * L + l
     row = (n // C).to(tl.int64) * T + t
-    # Where a product's row stands: heads come first, as a batched product leaves them.
-    inner = D // H
-    at = (d // inner * N + n) * (K * inner) + d % inner
 """
+
+
+def _products(left: str, right: str, names: list[str], depth: str) -> list[str]:
+    """Sums over `depth` terms of what stands at `left` and `right`, which may name the product {k}, term I and J."""
+    lines = [f"{name} = tl.zeros({TILE}, tl.float32)" for name in names]
+    inner = [
+        "term = first + tl.arange(0, BK)",
+        f"among = term < {depth}",
+        f"block = tl.load({left}, mask=(n < N) & among[None, :], other=0.0)",
+    ]
+    for k, name in enumerate(names):
+        inner.append(f"part = tl.load({right.format(k=k)}, mask=among[:, None] & (lane < INNER)[None, :], other=0.0)")
+        inner.append(f"{name} = tl.dot(block, part, {name}, input_precision=PRECISION)")
+    return [*lines, f"for first in range(0, {depth}, BK):", *indent(inner)]
 
 
 def mixing_source(programs: MixPrograms) -> str:
@@ -49,7 +68,7 @@ def _diagonals(programs: MixPrograms) -> list[str]:
 
 def _identity(programs: MixPrograms) -> list[str]:
     return [
-        f"{name} = tl.full([BD], {float(i == j)}, tl.float32)"
+        f"{name} = tl.full({TILE}, {float(i == j)}, tl.float32)"
         for name, (i, j) in zip(programs.m.flat, programs.m.where, strict=True)
     ]
 
@@ -60,38 +79,49 @@ def _entry_loads(programs: MixPrograms) -> list[str]:
 
 
 def _step(programs: MixPrograms) -> str:
-    prev, size = programs.prev_names, programs.size
-    lines = _gate_loads(programs)
-    for k, u in enumerate(programs.mixed_names):
-        lines.append(f"{u} = tl.load(products + at + {k} * inner, mask=mask, other=0.0)")
-        lines.append(f"{u} = {u} + tl.load(bias + {k} * D + d, mask=mask, other=0.0)")
-    lines += [f"{s} = tl.load(slots + {k} * N * D + index, mask=mask, other=0.0)" for k, s in enumerate(prev)]
+    prev, size, source = programs.prev_names, programs.size, programs.stages[0].slot
+    lines = _products(
+        f"before + ({source} * N + n) * D + head * INNER + term[None, :]",
+        "matrix + (head * INNER + term[:, None]) * (K * INNER) + {k} * INNER + lane[None, :]",
+        programs.mixed_names,
+        "INNER",
+    )
+    lines += [
+        f"{u} = {u} + tl.load(bias + {k} * D + d, mask=mask, other=0.0)" for k, u in enumerate(programs.mixed_names)
+    ]
+    lines += _gate_loads(programs)
+    lines += [f"{s} = tl.load(before + {k} * N * D + index, mask=mask, other=0.0)" for k, s in enumerate(prev)]
     tangent = [
         *_entry_loads(programs),
         *_diagonals(programs),
-        *statements(programs.advance_tangent, [*prev, *programs.m.flat]),
+        *statements(programs.advance_tangent, [*prev, *programs.m.flat], shape=TILE),
         *(f"tl.store(entries + {k} * N * D + index, {m}, mask=mask)" for k, m in enumerate(programs.m.flat)),
     ]
-    lines += ["if TANGENT:", *indent(tangent), "else:", *indent(statements(programs.advance, prev))]
-    lines += [f"tl.store(slots + {k} * N * D + index, {s}, mask=mask)" for k, s in enumerate(prev)]
+    lines += ["if TANGENT:", *indent(tangent), "else:", *indent(statements(programs.advance, prev, shape=TILE))]
+    lines += [f"tl.store(after + {k} * N * D + index, {s}, mask=mask)" for k, s in enumerate(prev)]
     stores = [f"tl.store(states + (row * {size} + {k}) * D + d, {s}, mask=mask)" for k, s in enumerate(prev)]
     lines += ["if STORE:", *indent(stores)]
     head = (
         '@triton.jit(do_not_specialize=["l"])\n'
-        "def step(gates, products, bias, diagonals, slots, entries, states, time, N, T, D, L, C, l,\n"
-        "         BD: tl.constexpr, H: tl.constexpr, LEFTWARD: tl.constexpr, TANGENT: tl.constexpr,\n"
-        "         STORE: tl.constexpr, FIRST: tl.constexpr):\n"
+        "def step(gates, matrix, bias, diagonals, before, after, entries, states, time, N, T, D, L, C, l,\n"
+        "         INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,\n"
+        "         LEFTWARD: tl.constexpr, TANGENT: tl.constexpr, STORE: tl.constexpr, FIRST: tl.constexpr):\n"
         f"    K: tl.constexpr = {len(programs.mixed_names)}\n"
     )
-    return head + _LANES + "\n".join(indent(lines)) + "\n"
+    return head + _TILE + "\n".join(indent(lines)) + "\n"
 
 
 def _back(programs: MixPrograms) -> str:
     size, gates, mixed = programs.size, len(programs.gate_names), programs.mixed_names
     part = programs.back[0]
-    lines = _gate_loads(programs)
+    moved = _products(
+        "before + (head * N + n) * (K * INNER) + term[None, :]",
+        "transposed + (head * K * INNER + term[:, None]) * INNER + lane[None, :]",
+        ["moved"],
+        "K * INNER",
+    )
+    lines = ["if not FIRST:", *indent(moved), *_gate_loads(programs)]
     lines += [f"{u} = tl.load(products + (row * K + {k}) * D + d, mask=mask, other=0.0)" for k, u in enumerate(mixed)]
-    lines.append("from_product = (d // inner * N + n) * inner + d % inner")
     lines.append("inside = mask & (t > 0)")
     lines.append("outside = mask & (t == 0)")
     for k, s in enumerate(programs.prev_names):
@@ -104,37 +134,38 @@ def _back(programs: MixPrograms) -> str:
         lines.append(f"{name} = tl.load(slots + {k} * N * D + index, mask=mask, other=0.0)")
         if k == source:
             lines.append("if not FIRST:")
-            lines.append(f"    {name} = {name} + tl.load(moved + from_product, mask=mask, other=0.0)")
+            lines.append(f"    {name} = {name} + moved")
         lines.append(
             f"{name} = {name} + tl.load(given + (row * {size} + {k}) * D + d, mask=mask, other=0.0).to(tl.float32)"
         )
     names: dict[tuple[str, Any], str] = {("slot", k): f"v_{k}" for k in range(size)}
     names |= {("gate", k): f"w_{k}" for k in range(gates)}
     names |= {("mixed", u.removeprefix("u_")): f"x_{k}" for k, u in enumerate(mixed)}
-    lines += [f"{name} = tl.zeros([BD], tl.float32)" for name in names.values()]
+    lines += [f"{name} = tl.zeros({TILE}, tl.float32)" for name in names.values()]
     # Entries are read and written before the cotangents take over.
     tangent = [
         *_entry_loads(programs),
         *_diagonals(programs),
-        *statements(programs.diagonal_back, programs.m.flat),
+        *statements(programs.diagonal_back, programs.m.flat, shape=TILE),
         *(f"tl.store(entries + {k} * N * D + index, {m}, mask=mask)" for k, m in enumerate(programs.m.flat)),
     ]
     lines += ["if TANGENT:", *indent(tangent)]
-    lines += statements(part.program, [names[label] for label in part.outputs])
+    lines += statements(part.program, [names[label] for label in part.outputs], shape=TILE)
     lines += [f"tl.store(slots + {k} * N * D + index, v_{k}, mask=mask)" for k in range(size)]
-    lines += [f"tl.store(mixed + at + {k} * inner, x_{k}, mask=mask)" for k in range(len(mixed))]
+    lines.append("at = (head * N + n) * (K * INNER) + lane[None, :]")
+    lines += [f"tl.store(after + at + {k} * INNER, x_{k}, mask=mask)" for k in range(len(mixed))]
     stores = [f"tl.store(d_gates + (row * {gates} + {k}) * D + d, w_{k}, mask=mask)" for k in range(gates)]
     stores += [f"tl.store(d_products + (row * K + {k}) * D + d, x_{k}, mask=mask)" for k in range(len(mixed))]
     lines += ["if STORE:", *indent(stores)]
     head = (
         '@triton.jit(do_not_specialize=["l"])\n'
-        "def back(gates, products, states, h0, given, moved, diagonals, slots, entries, mixed, d_gates, d_products,\n"
-        "         time, N, T, D, L, C, l,\n"
-        "         BD: tl.constexpr, H: tl.constexpr, LEFTWARD: tl.constexpr, TANGENT: tl.constexpr,\n"
-        "         STORE: tl.constexpr, FIRST: tl.constexpr):\n"
+        "def back(gates, transposed, products, states, h0, given, diagonals, slots, entries, before, after,\n"
+        "         d_gates, d_products, time, N, T, D, L, C, l,\n"
+        "         INNER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,\n"
+        "         LEFTWARD: tl.constexpr, TANGENT: tl.constexpr, STORE: tl.constexpr, FIRST: tl.constexpr):\n"
         f"    K: tl.constexpr = {len(mixed)}\n"
     )
-    return head + _LANES + "\n".join(indent(lines)) + "\n"
+    return head + _TILE + "\n".join(indent(lines)) + "\n"
 
 
 def _correct(programs: MixPrograms) -> str:

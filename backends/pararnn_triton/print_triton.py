@@ -47,7 +47,7 @@ def _number(value: float) -> str:
 
 
 def _fused(
-    instruction: Instruction, products: dict[str, tuple[str | float, ...]], ref: Callable[..., str]
+    instruction: Instruction, products: dict[str, tuple[str | float, ...]], ref: Callable[..., str], shape: str
 ) -> str | None:
     """A sum with a product in it as one rounding.
 
@@ -64,16 +64,18 @@ def _fused(
             x, y = products[product]
             if isinstance(x, float):
                 x, y = y, x
-            return f"tl.fma({lead}{ref(x)}, {_array(ref(y), y)}, {tail}{ref(other)})"
+            return f"tl.fma({lead}{ref(x)}, {_array(ref(y), y, shape)}, {tail}{ref(other)})"
     return None
 
 
-def _array(text: str, value: str | float) -> str:
-    return text if isinstance(value, str) else f"tl.full([BD], {text}, tl.float32)"
+def _array(text: str, value: str | float, shape: str) -> str:
+    return text if isinstance(value, str) else f"tl.full({shape}, {text}, tl.float32)"
 
 
-def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] | None = None) -> list[str]:
-    """Assignments that compute `outputs` (variable names) from the program's inputs.
+def statements(
+    program: Program, outputs: Sequence[str], inputs: dict[str, str] | None = None, shape: str = "[BD]"
+) -> list[str]:
+    """Assignments that compute `outputs` (variable names) from the program's inputs, blocks of the given shape.
 
     `inputs` renames inputs to other variables. Every output is assigned last, so an output may share a name with an
     input: all are computed before any is overwritten.
@@ -87,7 +89,7 @@ def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] 
 
     products = {i.target: i.args for i in program.instructions if i.op == "mul"}
     lines = [
-        f"{i.target} = {_fused(i, products, ref) or _FORMS[i.op].format(*map(ref, i.args))}"
+        f"{i.target} = {_fused(i, products, ref, shape) or _FORMS[i.op].format(*map(ref, i.args))}"
         for i in program.instructions
     ]
     pairs = [(name, ref(value)) for name, value in zip(outputs, program.outputs, strict=True)]
@@ -100,7 +102,7 @@ def statements(program: Program, outputs: Sequence[str], inputs: dict[str, str] 
             pairs[k] = (name, f"keep{k}")
     for name, value in pairs:
         is_number = not value.isidentifier()
-        lines.append(f"{name} = tl.full([BD], {value}, tl.float32)" if is_number else f"{name} = {value}")
+        lines.append(f"{name} = tl.full({shape}, {value}, tl.float32)" if is_number else f"{name} = {value}")
     return lines
 
 
