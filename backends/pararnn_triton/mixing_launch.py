@@ -19,8 +19,8 @@ from pararnn_triton.mixing_source import mixing_source
 # Rows and channels of a program's tile, largest first: the first with which the programs fill the chip is taken.
 TILES = ((64, 32), (32, 32), (16, 32), (16, 16))
 ENOUGH_PROGRAMS = 132
-# Terms of a product that a program loads at a time; channels of a program that joins.
-DEPTH, JOINT_BLOCK = 64, 64
+# Terms of a product that a program loads at a time, and its warps; channels of a program that joins.
+DEPTH, WARPS, JOINT_BLOCK = 64, 4, 64
 # Steps of one graph of the plain loop.
 WALK = 256
 # Buffers and graphs that stay for the next call of the same shape, and the largest size of such.
@@ -140,7 +140,8 @@ class Span:
         board.module.step[self.grid](
             board.gates, board.matrix, board.bias, board.diagonals, self.slots, self.other, self.entries, board.states,
             board.begin, self.rows, board.time, board.width, self.length, self.count, l,
-            self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first, num_warps=4, **_OPTIONS,
+            self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first,
+            num_warps=WARPS, **_OPTIONS,
         )  # fmt: skip
         self.slots, self.other = self.other, self.slots
 
@@ -150,7 +151,8 @@ class Span:
             board.gates, board.transposed, more["products"], board.states, board.h0, more["given"], board.diagonals,
             self.slots, self.entries, self.mixed, self.mixed_after, more["d_gates"], more["d_products"],
             board.begin, self.rows, board.time, board.width, self.length, self.count, l,
-            self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first, num_warps=4, **_OPTIONS,
+            self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first,
+            num_warps=WARPS, **_OPTIONS,
         )  # fmt: skip
         self.mixed, self.mixed_after = self.mixed_after, self.mixed
 
