@@ -38,6 +38,11 @@ class TorchFront(Front):
 
         return is_tracked(*arrays)
 
+    def unwatched(self) -> Any:
+        import torch
+
+        return torch.no_grad()
+
     def smooth(self, xp: Any) -> Any:
         from pararnn_torch.apply import Differentiable
 

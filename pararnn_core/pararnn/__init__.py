@@ -48,6 +48,13 @@ from pararnn.newton import newton_apply, newton_vjp
 from pararnn.packing import final_states
 from pararnn.registry import backends, register_backend
 from pararnn.sequential import sequential_apply
+from pararnn.serving import (
+    BlockStackPool,
+    LinearDraftResult,
+    PagedStatePool,
+    paged_apply,
+    verify_linear_draft,
+)
 from pararnn.stats import NewtonStats
 from pararnn.verify import AgreementReport, default_agreement_atol, verify_agreement
 
@@ -58,14 +65,17 @@ __all__ = [
     "AgreementReport",
     "Backend",
     "BackendUnavailableError",
+    "BlockStackPool",
     "ChannelwiseCell",
     "Explanation",
     "Gradients",
+    "LinearDraftResult",
     "MixingCell",
     "NewtonConfig",
     "NewtonDivergenceError",
     "NewtonStats",
     "NotConvergedWarning",
+    "PagedStatePool",
     "ParaCfC",
     "ParaGRU",
     "ParaHopfield",
@@ -105,9 +115,11 @@ __all__ = [
     "linear_attention",
     "newton_apply",
     "newton_vjp",
+    "paged_apply",
     "register_backend",
     "sequential_apply",
     "verify_agreement",
+    "verify_linear_draft",
 ]
 
 

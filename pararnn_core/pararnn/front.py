@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from pararnn.arrays import Array
@@ -51,6 +52,10 @@ class Front:
         """Whether somebody must know how a result depends on these arrays."""
         return False
 
+    def unwatched(self) -> AbstractContextManager[Any]:
+        """A context in which nobody watches."""
+        return nullcontext()
+
     def smooth(self, xp: Any) -> Any:
         """`xp`, with functions whose derivative the library's autograd can follow everywhere."""
         return xp
@@ -85,6 +90,12 @@ def front_of(x: Any) -> Front | None:
     import pararnn.find_backends  # noqa: F401
 
     return FRONTS.get(type(x).__module__.partition(".")[0])
+
+
+def unwatched(x: Any) -> AbstractContextManager[Any]:
+    """A context in which the library of `x` follows no gradients."""
+    front = front_of(x)
+    return nullcontext() if front is None else front.unwatched()
 
 
 def adopted(array: Any) -> Any:

@@ -191,11 +191,11 @@ def verify_layers(
             start = None if start is None else cast(xp, start, xp.float64)
         oracle = sequential_apply(true_cell, given, h0=start, **packing)
         reports.append(compare(cell, parallel, oracle, stats, atol=atol, rtol=rtol, reference=reference))
-        x, given = _passed_on(cell, parallel, problem.x), _passed_on(true_cell, oracle, given)
+        x, given = passed_on(cell, parallel, problem.x), passed_on(true_cell, oracle, given)
     return reports[0] if len(reports) == 1 else _joined(reports)
 
 
-def _passed_on(cell: Any, states: Array, x: Array) -> Array:
+def passed_on(cell: Any, states: Array, x: Array) -> Array:
     """What the next layer reads."""
     if cell.family == "linear":
         return cell.readout(cell.xp, states, x)
