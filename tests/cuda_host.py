@@ -135,7 +135,7 @@ class HostBackend(CupyBackend):
         return np
 
     def card(self, problem: Any) -> HostCard:
-        return HostCard(programs_of(problem.cell), dtype_name(problem.dtype), self.options)
+        return HostCard(programs_of(problem.cell, marks=problem.marks), dtype_name(problem.dtype), self.options)
 
 
 def sanitized_environment() -> dict[str, str]:

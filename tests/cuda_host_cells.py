@@ -42,17 +42,28 @@ def cells() -> list[type[ChannelwiseCell]]:
     return [*(k for k in kinds if k.family == "channelwise"), Everything]
 
 
-def check(kind: type[ChannelwiseCell], dtype: str, length: int | None) -> dict[str, object]:
-    """Errors of states and gradients of one solve; 23 steps, 3 features and 5 channels are no multiples of anything."""
+def check(kind: type[ChannelwiseCell], dtype: str, length: int | None, packed: bool = False) -> dict[str, object]:
+    """Errors of states and gradients of one solve; 23 steps, 3 features and 5 channels are no multiples of anything.
+
+    Packed: one row of documents that start from states of their own, with resets and padding.
+    """
     cell = kind(3, 5, seed=0)
-    x = np.random.default_rng(1).standard_normal((2, 23, 3)).astype(np.float32)
-    h0 = start_for(cell, 2)
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((1 if packed else 2, 23, 3)).astype(np.float32)
+    h0 = start_for(cell, 4 if packed else 2)
+    packing: dict[str, object] = {}
+    if packed:
+        packing = {
+            "cu_seqlens": [0, 9, 9, 12, 23],
+            "reset": rng.random((1, 23)) > 0.9,
+            "mask": rng.random((1, 23)) > 0.2,
+        }
     wide, wide_x, wide_h0 = cell.to(dtype=np.dtype("float64")), x.astype(np.float64), h0.astype(np.float64)
     mine, given = cell.to(dtype=np.dtype(dtype)), x.astype(dtype)
     stats = NewtonStats()
     config = NewtonConfig(scan_backend=HostBackend.name, segment_len=length, warmup=2 if length else None)
-    states, pullback = newton_vjp(mine, given, config, h0, stats=stats)
-    true, true_pullback = newton_vjp(wide, wide_x, NewtonConfig(scan_backend="array"), wide_h0)
+    states, pullback = newton_vjp(mine, given, config, h0, stats=stats, **packing)
+    true, true_pullback = newton_vjp(wide, wide_x, NewtonConfig(scan_backend="array"), wide_h0, **packing)
     seed = np.random.default_rng(5).standard_normal(true.shape)
     found, expected = pullback(seed.astype(dtype)), true_pullback(seed)
     worst = 0.0
@@ -62,7 +73,7 @@ def check(kind: type[ChannelwiseCell], dtype: str, length: int | None) -> dict[s
         worst = max(worst, float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30)))
     return {
         "cell": kind.__name__, "dtype": dtype, "length": length, "states": error_of(cell, states, true),
-        "loop": error_of(cell, states, sequential_apply(mine, given, h0)), "gradients": worst,
+        "loop": error_of(cell, states, sequential_apply(mine, given, h0, **packing)), "gradients": worst,
         "converged": stats.converged, "path": stats.path,
     }  # fmt: skip
 
@@ -94,7 +105,7 @@ def past_the_end() -> None:
     gates, params = np.zeros((1, 8, 1, 4), np.float32), np.zeros((1, 4), np.float32)
     states = np.zeros((1, 6, 1, 4), np.float32)
     per_channel = np.zeros((1, 4), np.float32), *np.zeros((2, 1, 4), np.int32)
-    arrays = map(card.address, (gates, None, None, params, states, *per_channel))
+    arrays = map(card.address, (gates, None, None, params, None, None, None, states, *per_channel))
     card.launch("time_loop", 4, 32, (*arrays, 1, 8, 4))
 
 
@@ -105,6 +116,7 @@ if __name__ == "__main__":
         register_backend(HostBackend(SANITIZED))
         jobs = [(kind, "float32", length) for kind in cells() for length in (None, 7)]
         jobs += [(pararnn.ParaLSTM, dtype, length) for dtype in ("float16", "float64") for length in (None, 7)]
+        jobs += [(pararnn.ParaLSTM, "float32", length, True) for length in (None, 7)]
         for job in jobs:
             print(json.dumps(check(*job)), flush=True)
         print(json.dumps(brain_floats()), flush=True)

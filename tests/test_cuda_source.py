@@ -26,6 +26,7 @@ from pararnn import (
     backends,
     explain,
     newton_apply,
+    newton_vjp,
     sequential_apply,
 )
 from pararnn.graph import Graph, Program, compile_array
@@ -297,11 +298,36 @@ def test_halves_are_rounded_to_nearest_and_even(dtype):
     states = np.zeros((1, 1, 1, lanes), gates.dtype)
     params = np.full((1, lanes), factor)
     left = np.zeros((1, lanes), np.float32), *np.zeros((2, 1, lanes), np.int32)
-    arrays = map(card.address, (gates, None, None, params, states, *left))
+    arrays = map(card.address, (gates, None, None, params, None, None, None, states, *left))
     card.launch("time_loop", lanes, 32, (*arrays, 1, 1, lanes))
     got = states.ravel()
     got = got.astype(np.float32) if dtype == "float16" else (got.astype(np.uint32) << 16).view(np.float32)
     np.testing.assert_array_equal(got, rounded)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("host")
+@pytest.mark.parametrize("kind", CELLS)
+@pytest.mark.parametrize("length", [None, 7])
+@pytest.mark.parametrize("told", [("cu_seqlens", "h0"), ("reset",), ("mask",), ("cu_seqlens", "h0", "reset", "mask")])
+def test_documents_resets_and_padding_are_read_by_the_step(kind, length, told):
+    """P43: states and gradients against the array solver in float64; documents of every length, two of them empty."""
+    cell, x = problem(kind, 61, batch=1)
+    rng = np.random.default_rng(7)
+    every = {"cu_seqlens": [0, 0, 9, 9, 30, 31, 61], "h0": start_for(cell, 6), "reset": rng.random((1, 61)) > 0.9,
+             "mask": rng.random((1, 61)) > 0.2}  # fmt: skip
+    given = {name: every[name] for name in told}
+    states, pullback = newton_vjp(cell, x, on_host(segment_len=length, warmup=3 if length else None), **given)
+    wide = {name: a.astype(np.float64) if name == "h0" else a for name, a in given.items()}
+    precise, wide_x = cell.to(dtype=np.dtype("float64")), x.astype(np.float64)
+    true, true_pullback = newton_vjp(precise, wide_x, NewtonConfig(scan_backend="array"), **wide)
+    assert error_of(cell, states, true) <= 1e-5
+    seed = rng.standard_normal(states.shape)
+    found, expected = pullback(seed.astype(np.float32)), true_pullback(seed)
+    pairs = {"x": (found.x, expected.x), "h0": (found.h0, expected.h0)}
+    pairs |= {name: (found.params[name], value) for name, value in expected.params.items()}
+    for name, (a, b) in pairs.items():
+        assert a.shape == b.shape and np.abs(a - b).max() <= 1e-5 * np.abs(b).max(), name
 
 
 class OnCard(np.ndarray):

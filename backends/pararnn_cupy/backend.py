@@ -13,12 +13,12 @@ from pararnn.backend import Backend
 from pararnn.engine import ArrayEngine
 from pararnn.lyapunov import largest_exponent
 from pararnn.problem import Problem
-from pararnn.programs import programs_of
+from pararnn.programs import StepPrograms, programs_of
 from pararnn.solve import tolerance
 from pararnn.stats import NewtonStats
 from pararnn_cupy.environment import environment_sentence
 from pararnn_cupy.front import NumbaFront
-from pararnn_cupy.launch import Card, run_backward, run_forward
+from pararnn_cupy.launch import NOTHING, Card, Told, run_backward, run_forward
 from pararnn_cupy.layout import DEFAULT_PASSES, Layout, choose_layout
 
 # Offsets within a group of rows are 32-bit numbers inside the kernels; everything else is 64-bit.
@@ -36,6 +36,7 @@ class CupyBackend(Backend):
     priority = 35
     front = NumbaFront()
     families = ("channelwise", "mixing")
+    packs = True
 
     def probe(self) -> str | None:
         return environment_sentence()
@@ -79,7 +80,7 @@ class CupyBackend(Backend):
         from pararnn_cupy.card import CudaCard
 
         # In public coordinates, where matching joints mean the time loop's states.
-        return CudaCard(programs_of(problem.cell), problem.dtype, problem.xp, problem.device)
+        return CudaCard(_programs(problem), problem.dtype, problem.xp, problem.device)
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         if self._is_on_host(problem):
@@ -94,8 +95,8 @@ class CupyBackend(Backend):
         accept = 5.0 * tol
         with quiet(problem.xp), self.card(problem) as card:
             states, estimate, counts = run_forward(
-                card, programs_of(problem.cell), dtype_name(problem.dtype), *_operands(problem),
-                _guess(problem), layout, tol, accept,
+                card, _programs(problem), dtype_name(problem.dtype), *_operands(problem), _guess(problem),
+                layout, tol, accept, _told(problem),
             )  # fmt: skip
         states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
         xp, lanes = problem.xp, problem.shape[0] * problem.shape[3] * layout.segments
@@ -133,7 +134,9 @@ class CupyBackend(Backend):
             import cupy
 
             found = self.pull_back(_on_device(problem), cupy.asarray(states), cupy.asarray(cotangent))
-            return Gradients(found.x.get(), {n: a.get() for n, a in found.params.items()}, found.h0.get())
+            starts = None if found.starts is None else found.starts.get()
+            by_name = {name: a.get() for name, a in found.params.items()}
+            return Gradients(found.x.get(), by_name, found.h0.get(), starts=starts)
         if problem.cell.family == "mixing":
             with _current(problem):
                 return super().pull_back(problem, states, cotangent)
@@ -143,9 +146,13 @@ class CupyBackend(Backend):
         whole = _contiguous(xp, xp.reshape(states, slots))
         given = _contiguous(xp, xp.reshape(cast(xp, cotangent, problem.dtype), slots))
         with quiet(xp), self.card(problem) as card:
+            told = _told(problem)
+            if told.starts is not None:
+                # A start that no step loads keeps its zero.
+                told = told._replace(grad_starts=xp.zeros_like(told.starts))
             d_gates, sums, d_h0 = run_backward(
-                card, programs_of(cell), dtype_name(problem.dtype), *_operands(problem), whole, given,
-                _layout(problem),
+                card, _programs(problem), dtype_name(problem.dtype), *_operands(problem), whole, given,
+                _layout(problem), told,
             )  # fmt: skip
             totals = xp.sum(sums, axis=1)
             count = len(cell.params)
@@ -155,7 +162,10 @@ class CupyBackend(Backend):
             params = [totals[k, :] for k in range(count)]
             grads = collect_gradients(problem, params, d_weight, xp.reshape(totals[count:, :], (-1,)))
             h0 = cast(xp, xp.reshape(d_h0, (batch, *cell.state_shape)), problem.dtype)
-            return Gradients(d_x, grads, h0)
+            d_starts = told.grad_starts
+            if d_starts is not None:
+                d_starts = cast(xp, xp.reshape(d_starts, (-1, *cell.state_shape)), problem.dtype)
+            return Gradients(d_x, grads, h0, starts=d_starts)
 
     def describe(self, problem: Problem) -> dict[str, object]:
         if problem.cell.family == "mixing":
@@ -188,8 +198,13 @@ def _on_device(problem: Problem) -> Problem:
     from pararnn.arrays import resolve_namespace
 
     xp = resolve_namespace(cupy)
-    h0, guess = (None if a is None else cupy.asarray(a) for a in (problem.h0, problem.guess))
-    return replace(problem, cell=problem.cell.to(xp), x=cupy.asarray(problem.x), h0=h0, guess=guess, xp=xp)
+    names = ("x", "h0", "guess", "head", "starts", "places", "hold", "offsets")
+    moved: dict[str, Any] = {n: cupy.asarray(a) for n in names if (a := getattr(problem, n)) is not None}
+    return replace(problem, cell=problem.cell.to(xp), xp=xp, **moved)
+
+
+def _programs(problem: Problem) -> StepPrograms:
+    return programs_of(problem.cell, marks=problem.marks)
 
 
 def _reason(layout: Layout) -> str:
@@ -224,6 +239,19 @@ def _guess(problem: Problem) -> Array | None:
     batch, time, _, width = problem.shape
     whole = problem.xp.reshape(problem.guess, (batch, time, problem.cell.state_slots, width))
     return _contiguous(problem.xp, cast(problem.xp, whole, problem.work_dtype))
+
+
+def _told(problem: Problem) -> Told:
+    """Heads, starts and padding as the kernels read them."""
+    if not problem.packed:
+        return NOTHING
+    xp, cell, starts = problem.xp, problem.cell, problem.starts
+    if starts is not None:
+        rows = xp.reshape(cast(xp, starts, problem.work_dtype), (-1, cell.state_slots, cell.d_h))
+        starts = _contiguous(xp, rows)
+    head = None if problem.head is None else _contiguous(xp, cast(xp, problem.head, xp.int32))
+    hold = None if problem.hold is None else _contiguous(xp, problem.hold)
+    return Told(head, starts, hold, problem.documents or 0)
 
 
 def _contiguous(xp: Any, a: Array) -> Array:

@@ -4,25 +4,30 @@
 
 struct Sweep
 {
-    const store_t *gates, *states, *cotangent;
-    index_t T, D;
+    Rows rows;
+    const store_t *states, *cotangent;
+    index_t first, D;
 
-    struct Raw
+    struct Step
     {
-        store_t g[GATES], s[SLOTS], c[SLOTS];
+        Raw inputs;
+        store_t s[SLOTS], c[SLOTS];
     };
 
-    __device__ __forceinline__ Sweep(const store_t *all_gates, const store_t *all_states, const store_t *all_cotangents,
-                                     index_t b, index_t time, index_t width, int d)
-        : gates(all_gates + b * time * GATES * width + d), states(all_states + b * time * SLOTS * width + d),
-          cotangent(all_cotangents + b * time * SLOTS * width + d), T(time), D(width)
+    // From row `begin` on.
+    __device__ __forceinline__ Sweep(const store_t *gates, const Told &told, const store_t *all_states,
+                                     const store_t *all_cotangents, index_t b, index_t T, index_t begin, index_t width,
+                                     int d)
+        : rows(gates, told, b, T, begin, width, d), states(all_states + b * T * SLOTS * width + d),
+          cotangent(all_cotangents + b * T * SLOTS * width + d), first(begin), D(width)
     {
     }
 
-    __device__ __forceinline__ void load(Raw &raw, index_t row) const
+    __device__ __forceinline__ void load(Step &raw, index_t row) const
     {
-#pragma unroll
-        for (int k = 0; k < GATES; k++) raw.g[k] = gates[(row * GATES + k) * D];
+        Rows here = rows;
+        here.move(row - first);
+        here.load(raw.inputs, 0);
 #pragma unroll
         for (int k = 0; k < SLOTS; k++)
         {
@@ -32,12 +37,12 @@ struct Sweep
         }
     }
 
-    // Calls step(s, g, c, row) for rows stop - 1 ... first; s is the state before the row.
-    template <class Step>
-    __device__ __forceinline__ void run(const work_t (&bias)[GATES], const work_t (&start)[SLOTS], index_t first,
-                                        index_t stop, const Step &step) const
+    // Calls take(s, g, c, row) for rows stop - 1 ... begin; s is the state before the row.
+    template <class Take>
+    __device__ __forceinline__ void run(const work_t (&bias)[GATES], const work_t (&start)[SLOTS], index_t stop,
+                                        const Take &take) const
     {
-        Raw next[AHEAD_BACK], now[AHEAD_BACK];
+        Step next[AHEAD_BACK], now[AHEAD_BACK];
         index_t row = stop - 1;
         const index_t whole = (stop - first) / AHEAD_BACK;
         if (whole > 0)
@@ -55,50 +60,52 @@ struct Sweep
                 for (int u = 0; u < AHEAD_BACK; u++) load(next[u], row - AHEAD_BACK - u);
             }
 #pragma unroll
-            for (int u = 0; u < AHEAD_BACK; u++) one(bias, start, now[u], row - u, step);
+            for (int u = 0; u < AHEAD_BACK; u++) one(bias, start, now[u], row - u, take);
             row -= AHEAD_BACK;
         }
 #pragma unroll 1
         for (; row >= first; row--)
         {
             load(now[0], row);
-            one(bias, start, now[0], row, step);
+            one(bias, start, now[0], row, take);
         }
     }
 
-    template <class Step>
-    __device__ __forceinline__ static void one(const work_t (&bias)[GATES], const work_t (&start)[SLOTS],
-                                               const Raw &raw, index_t row, const Step &step)
+    template <class Take>
+    __device__ __forceinline__ void one(const work_t (&bias)[GATES], const work_t (&start)[SLOTS], const Step &raw,
+                                        index_t row, const Take &take) const
     {
-        work_t s[SLOTS], g[GATES], c[SLOTS];
-        widened(g, raw.g, bias);
+        work_t s[SLOTS], g[ROWS], c[SLOTS];
+        rows.value(g, raw.inputs, bias);
 #pragma unroll
         for (int k = 0; k < SLOTS; k++)
         {
             s[k] = row > 0 ? widen(raw.s[k]) : start[k];
             c[k] = widen(raw.c[k]);
         }
-        step(s, g, c, row);
+        take(s, g, c, row);
     }
 };
 
 extern "C" __global__ void adjoint_maps(const store_t *gates, const work_t *biases, const work_t *h0,
-                                        const work_t *params, const store_t *states, const store_t *cotangent,
+                                        const work_t *params, const int *heads, const work_t *begun,
+                                        const unsigned char *held, const store_t *states, const store_t *cotangent,
                                         work_t *maps, work_t *offsets, index_t B, index_t T, index_t D, index_t L,
                                         index_t C)
 {
     const Place at = place_of(B, C, D);
     if (!at.on) return;
+    const Told told = {heads, begun, held};
     const index_t lanes = B * C * D, begin = at.c * L, stop = begin + L < T ? begin + L : T;
-    work_t n[ENTRIES], b[SLOTS], start[SLOTS], p[PARAM_PLACES], bias[GATES];
+    work_t n[ENTRIES], b[OFFSETS], start[SLOTS], p[PARAM_PLACES], bias[GATES];
     load_channel(p, bias, params, biases, D, at.d);
     load_start(start, h0, at.b, D, at.d);
     adjoint_identity(n);
 #pragma unroll
-    for (int k = 0; k < SLOTS; k++) b[k] = work_t(0);
-    Sweep(gates, states, cotangent, at.b, T, D, at.d)
-        .run(bias, start, begin, stop,
-             [&](const work_t(&s)[SLOTS], const work_t(&g)[GATES], const work_t(&c)[SLOTS], index_t) {
+    for (int k = 0; k < OFFSETS; k++) b[k] = work_t(0);
+    Sweep(gates, told, states, cotangent, at.b, T, begin, D, at.d)
+        .run(bias, start, stop,
+             [&](const work_t(&s)[SLOTS], const work_t(&g)[ROWS], const work_t(&c)[SLOTS], index_t) {
                  adjoint_map_step(n, b, s, c, g, p);
              });
     put(maps, n, at.joint, lanes);
@@ -118,7 +125,7 @@ extern "C" __global__ void join_maps(const work_t *maps, const work_t *offsets, 
     for (int k = 0; k < SLOTS; k++) v[k] = work_t(0);
     for (index_t c = C - 1; c >= 0; c -= GROUP)
     {
-        work_t n[GROUP][ENTRIES], b[GROUP][SLOTS];
+        work_t n[GROUP][ENTRIES], b[GROUP][OFFSETS];
 #pragma unroll
         for (int u = 0; u < GROUP; u++)
         {
@@ -140,12 +147,15 @@ extern "C" __global__ void join_maps(const work_t *maps, const work_t *offsets, 
 
 // Without futures there is one segment, and its cotangent at the front is that of h0.
 extern "C" __global__ void back_propagate(const store_t *gates, const work_t *biases, const work_t *h0,
-                                          const work_t *params, const store_t *states, const store_t *cotangent,
+                                          const work_t *params, const int *heads, const work_t *begun,
+                                        const unsigned char *held, const store_t *states, const store_t *cotangent,
                                           const work_t *futures, work_t *grad_h0, store_t *grad_gates, work_t *sums,
-                                          index_t B, index_t T, index_t D, index_t L, index_t C)
+                                          work_t *grad_starts, index_t B, index_t T, index_t D, index_t L, index_t C,
+                                          index_t documents)
 {
     const Place at = place_of(B, C, D);
     if (!at.on) return;
+    const Told told = {heads, begun, held};
     const index_t lanes = B * C * D, begin = at.c * L, stop = begin + L < T ? begin + L : T;
     work_t b[SLOTS], start[SLOTS], p[PARAM_PLACES], bias[GATES], total[PARAM_PLACES], gate_total[GATES];
     load_channel(p, bias, params, biases, D, at.d);
@@ -157,10 +167,10 @@ extern "C" __global__ void back_propagate(const store_t *gates, const work_t *bi
 #pragma unroll
     for (int k = 0; k < GATES; k++) gate_total[k] = work_t(0);
     store_t *out = grad_gates + at.b * T * GATES * D + at.d;
-    Sweep(gates, states, cotangent, at.b, T, D, at.d)
-        .run(bias, start, begin, stop,
-             [&](const work_t(&s)[SLOTS], const work_t(&g)[GATES], const work_t(&c)[SLOTS], index_t row) {
-                 work_t o[GATES], a[PARAM_PLACES];
+    Sweep(gates, told, states, cotangent, at.b, T, begin, D, at.d)
+        .run(bias, start, stop,
+             [&](const work_t(&s)[SLOTS], const work_t(&g)[ROWS], const work_t(&c)[SLOTS], index_t row) {
+                 work_t o[DRAWN], a[PARAM_PLACES];
                  back_propagate_step(b, o, a, s, c, g, p);
 #pragma unroll
                  for (int k = 0; k < PARAMS; k++) total[k] += a[k];
@@ -170,6 +180,16 @@ extern "C" __global__ void back_propagate(const store_t *gates, const work_t *bi
                      gate_total[k] += o[k];
                      narrow(o[k], out + (row * GATES + k) * D);
                  }
+#if HAS_STARTS
+                 // One step loads a start; those behind the documents' are shared, and nobody asks for their gradient.
+                 const index_t number = heads[at.b * T + row];
+                 if (number >= 0 && number < documents)
+                 {
+#pragma unroll
+                     for (int k = 0; k < SLOTS; k++)
+                         grad_starts[(number * SLOTS + k) * D + at.d] = o[GATES + k];
+                 }
+#endif
              });
     // Partial sums by segment, added up later in a fixed order: atomics would make gradients depend on timing.
 #pragma unroll

@@ -73,60 +73,108 @@ __device__ __forceinline__ bool all_same(const work_t (&a)[SLOTS], const work_t 
     return equal;
 }
 
-// The gate inputs of one channel, as a pointer that moves along time.
-struct Gates
+// What a step reads of one row: gate inputs as they are stored, the number of the start that is loaded before it (or a
+// negative one), and whether it is padding.
+struct Raw
 {
-    const store_t *at;
-    int D;
-
-    __device__ __forceinline__ Gates(const store_t *gates, index_t b, index_t T, index_t row, index_t width, int d)
-        : at(gates + (b * T + row) * GATES * width + d), D((int)width)
-    {
-    }
-
-    __device__ __forceinline__ void load(store_t (&raw)[GATES], int ahead) const
-    {
-#pragma unroll
-        for (int k = 0; k < GATES; k++) raw[k] = at[(ahead * GATES + k) * D];
-    }
-
-    __device__ __forceinline__ void move(int rows) { at += (index_t)rows * GATES * D; }
+    store_t g[GATES];
+#if HAS_HEAD
+    int head;
+#endif
+#if HAS_HOLD
+    unsigned char hold;
+#endif
 };
 
-__device__ __forceinline__ void widened(work_t (&g)[GATES], const store_t (&raw)[GATES], const work_t (&bias)[GATES])
+// Heads (B, T), the starts that they load (N, SLOTS, D), and padding (B, T).
+struct Told
 {
+    const int *head;
+    const work_t *starts;
+    const unsigned char *hold;
+};
+
+// The rows of one channel, read through pointers that move along time.
+struct Rows
+{
+    const store_t *at;
+    Told told;
+    index_t width;
+    int D, d;
+
+    __device__ __forceinline__ Rows(const store_t *gates, const Told &rows, index_t b, index_t T, index_t row,
+                                    index_t channels, int channel)
+        : at(gates + (b * T + row) * GATES * channels + channel), told(rows), width(channels), D((int)channels),
+          d(channel)
+    {
+        if (HAS_HEAD) told.head += b * T + row;
+        if (HAS_HOLD) told.hold += b * T + row;
+    }
+
+    __device__ __forceinline__ void load(Raw &raw, int ahead) const
+    {
 #pragma unroll
-    for (int k = 0; k < GATES; k++) g[k] = widen(raw[k]) + bias[k];
-}
+        for (int k = 0; k < GATES; k++) raw.g[k] = at[(ahead * GATES + k) * D];
+#if HAS_HEAD
+        raw.head = told.head[ahead];
+#endif
+#if HAS_HOLD
+        raw.hold = told.hold[ahead];
+#endif
+    }
+
+    __device__ __forceinline__ void move(index_t rows)
+    {
+        at += rows * GATES * width;
+        if (HAS_HEAD) told.head += rows;
+        if (HAS_HOLD) told.hold += rows;
+    }
+
+    // The step's operands: gates, then what it is told.
+    __device__ __forceinline__ void value(work_t (&g)[ROWS], const Raw &raw, const work_t (&bias)[GATES]) const
+    {
+#pragma unroll
+        for (int k = 0; k < GATES; k++) g[k] = widen(raw.g[k]) + bias[k];
+#if HAS_HEAD
+        g[GATES] = raw.head >= 0 ? work_t(1) : work_t(0);
+#endif
+#if HAS_STARTS
+#pragma unroll
+        for (int k = 0; k < SLOTS; k++)
+            g[GATES + 1 + k] = raw.head >= 0 ? told.starts[((index_t)raw.head * SLOTS + k) * width + d] : work_t(0);
+#endif
+#if HAS_HOLD
+        g[ROWS - 1] = raw.hold ? work_t(1) : work_t(0);
+#endif
+    }
+};
 
 // Calls step(g, row) for rows first ... stop - 1. A group of rows is loaded while the group before it is computed.
 template <class Step>
-__device__ __forceinline__ void for_rows(Gates gates, const work_t (&bias)[GATES], index_t first, index_t stop,
+__device__ __forceinline__ void for_rows(Rows rows, const work_t (&bias)[GATES], index_t first, index_t stop,
                                          const Step &step)
 {
-    store_t next[AHEAD][GATES], now[AHEAD][GATES];
-    work_t g[GATES];
+    Raw next[AHEAD], now[AHEAD];
+    work_t g[ROWS];
     index_t row = first;
     if (row + AHEAD <= stop)
     {
 #pragma unroll
-        for (int u = 0; u < AHEAD; u++) gates.load(next[u], u);
+        for (int u = 0; u < AHEAD; u++) rows.load(next[u], u);
         while (row + AHEAD <= stop)
         {
 #pragma unroll
-            for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-                for (int k = 0; k < GATES; k++) now[u][k] = next[u][k];
-            gates.move(AHEAD);
+            for (int u = 0; u < AHEAD; u++) now[u] = next[u];
+            rows.move(AHEAD);
             if (row + 2 * AHEAD <= stop)
             {
 #pragma unroll
-                for (int u = 0; u < AHEAD; u++) gates.load(next[u], u);
+                for (int u = 0; u < AHEAD; u++) rows.load(next[u], u);
             }
 #pragma unroll
             for (int u = 0; u < AHEAD; u++)
             {
-                widened(g, now[u], bias);
+                rows.value(g, now[u], bias);
                 step(g, row + u);
             }
             row += AHEAD;
@@ -135,9 +183,9 @@ __device__ __forceinline__ void for_rows(Gates gates, const work_t (&bias)[GATES
 #pragma unroll 1
     for (; row < stop; row++)
     {
-        gates.load(now[0], 0);
-        gates.move(1);
-        widened(g, now[0], bias);
+        rows.load(now[0], 0);
+        rows.move(1);
+        rows.value(g, now[0], bias);
         step(g, row);
     }
 }
@@ -165,16 +213,18 @@ struct States
 };
 
 extern "C" __global__ void time_loop(const store_t *gates, const work_t *biases, const work_t *h0,
-                                     const work_t *params, store_t *states, work_t *estimate, int *walked,
+                                     const work_t *params, const int *heads, const work_t *begun,
+                                     const unsigned char *held, store_t *states, work_t *estimate, int *walked,
                                      int *rounds, index_t B, index_t T, index_t D)
 {
     const Place at = place_of(B, 1, D);
     if (!at.on) return;
+    const Told told = {heads, begun, held};
     work_t s[SLOTS], p[PARAM_PLACES], bias[GATES];
     load_channel(p, bias, params, biases, D, at.d);
     load_start(s, h0, at.b, D, at.d);
     const States out(states, at.b, T, D, at.d);
-    for_rows(Gates(gates, at.b, T, 0, D, at.d), bias, 0, T, [&](const work_t(&g)[GATES], index_t row) {
+    for_rows(Rows(gates, told, at.b, T, 0, D, at.d), bias, 0, T, [&](const work_t(&g)[ROWS], index_t row) {
         advance(s, g, p);
         out.write(s, row);
     });
@@ -183,12 +233,14 @@ extern "C" __global__ void time_loop(const store_t *gates, const work_t *biases,
 }
 
 extern "C" __global__ void plain_pass(const store_t *gates, const work_t *biases, const work_t *h0,
-                                      const work_t *params, const work_t *guess, store_t *states, work_t *starts,
+                                      const work_t *params, const int *heads, const work_t *begun,
+                                      const unsigned char *held, const work_t *guess, store_t *states, work_t *starts,
                                       work_t *ends, int *opened, int *counters, work_t *estimate, int *walked,
                                       int *rounds, index_t B, index_t T, index_t D, index_t L, index_t C, index_t W)
 {
     const Place at = place_of(B, C, D);
     if (!at.on) return;
+    const Told told = {heads, begun, held};
     const index_t lanes = B * C * D, begin = at.c * L, stop = begin + L < T ? begin + L : T;
     const index_t first = guess ? begin : begin > W ? begin - W : 0;
     work_t s[SLOTS], p[PARAM_PLACES], bias[GATES];
@@ -202,7 +254,7 @@ extern "C" __global__ void plain_pass(const store_t *gates, const work_t *biases
     else load_start(s, first == 0 ? h0 : (const work_t *)0, at.b, D, at.d);
     const States out(states, at.b, T, D, at.d);
     if (begin == first) put(starts, s, at.joint, lanes);
-    for_rows(Gates(gates, at.b, T, first, D, at.d), bias, first, stop, [&](const work_t(&g)[GATES], index_t row) {
+    for_rows(Rows(gates, told, at.b, T, first, D, at.d), bias, first, stop, [&](const work_t(&g)[ROWS], index_t row) {
         advance(s, g, p);
         if (row >= begin) out.write(s, row);
         else if (row == begin - 1) put(starts, s, at.joint, lanes);
@@ -218,15 +270,15 @@ extern "C" __global__ void plain_pass(const store_t *gates, const work_t *biases
 // Runs rows first ... stop - 1 from s, or until the states are those that were run from `old` before: then true. A
 // state that has met the other follows it ever after. Stored halves do not show all bits of a state, so for them the
 // old states are run again beside the new ones.
-__device__ __forceinline__ bool rerun(const store_t *gates, const States &states, const work_t (&bias)[GATES],
+__device__ __forceinline__ bool rerun(const store_t *gates, const Told &told, const States &states, const work_t (&bias)[GATES],
                                       const work_t (&p)[PARAM_PLACES], work_t (&s)[SLOTS], work_t (&old)[SLOTS],
                                       index_t b, index_t T, index_t first, index_t stop, index_t D, int d)
 {
     constexpr int GROUP = AHEAD < 4 ? AHEAD : 4;
-    Gates rows(gates, b, T, first, D, d);
+    Rows rows(gates, told, b, T, first, D, d);
     for (index_t row = first; row < stop; row += GROUP)
     {
-        store_t raw[GROUP][GATES];
+        Raw raw[GROUP];
 #if STORED_AS_COMPUTED
         store_t stored[GROUP][SLOTS];
 #endif
@@ -246,8 +298,8 @@ __device__ __forceinline__ bool rerun(const store_t *gates, const States &states
         for (int u = 0; u < GROUP; u++)
         {
             if (row + u >= stop) break;
-            work_t g[GATES];
-            widened(g, raw[u], bias);
+            work_t g[ROWS];
+            rows.value(g, raw[u], bias);
             advance(s, g, p);
             states.write(s, row + u);
 #if STORED_AS_COMPUTED
@@ -264,11 +316,12 @@ __device__ __forceinline__ bool rerun(const store_t *gates, const States &states
 }
 
 extern "C" __global__ void rerun_pass(const store_t *gates, const work_t *biases, const work_t *params,
-                                      store_t *states, const work_t *starts, const work_t *ends, work_t *new_ends,
+                                      const int *heads, const work_t *begun, const unsigned char *held, store_t *states, const work_t *starts, const work_t *ends, work_t *new_ends,
                                       int *opened, index_t B, index_t T, index_t D, index_t L, index_t C)
 {
     const Place at = place_of(B, C, D);
     if (!at.on) return;
+    const Told told = {heads, begun, held};
     const index_t lanes = B * C * D, begin = at.c * L, stop = begin + L < T ? begin + L : T;
     work_t s[SLOTS], e[SLOTS], start[SLOTS];
     take(e, ends, at.joint, lanes);
@@ -282,7 +335,7 @@ extern "C" __global__ void rerun_pass(const store_t *gates, const work_t *biases
             work_t p[PARAM_PLACES], bias[GATES];
             load_channel(p, bias, params, biases, D, at.d);
             const States out(states, at.b, T, D, at.d);
-            if (!rerun(gates, out, bias, p, s, start, at.b, T, begin, stop, D, at.d))
+            if (!rerun(gates, told, out, bias, p, s, start, at.b, T, begin, stop, D, at.d))
             {
                 changed = !all_same(s, e);
 #pragma unroll
@@ -296,8 +349,8 @@ extern "C" __global__ void rerun_pass(const store_t *gates, const work_t *biases
 }
 
 // The exact finish of one channel: segments in order, run again from the true start until they meet what is stored.
-__device__ __noinline__ int walk(const store_t *gates, const work_t *biases, const work_t *params, store_t *states,
-                                 const work_t *starts, const work_t *ends, const Place &at, index_t B, index_t T,
+__device__ __noinline__ int walk(const store_t *gates, const Told &told, const work_t *biases, const work_t *params,
+                                 store_t *states, const work_t *starts, const work_t *ends, const Place &at, index_t B, index_t T,
                                  index_t D, index_t L, index_t C)
 {
     const index_t lanes = B * C * D, first = at.b * C * D + at.d;
@@ -313,7 +366,7 @@ __device__ __noinline__ int walk(const store_t *gates, const work_t *biases, con
         bool met = all_same(s, start);
         if (!met)
         {
-            met = rerun(gates, out, bias, p, s, start, at.b, T, begin, stop, D, at.d);
+            met = rerun(gates, told, out, bias, p, s, start, at.b, T, begin, stop, D, at.d);
             count++;
         }
         if (met) take_fresh(s, ends, first + c * D, lanes);
@@ -406,6 +459,7 @@ __device__ __noinline__ bool join(const work_t *prods, const work_t *grows, cons
 }
 
 extern "C" __global__ void tangent_pass(const store_t *gates, const work_t *biases, const work_t *params,
+                                        const int *heads, const work_t *begun, const unsigned char *held,
                                         store_t *states, work_t *starts, work_t *ends, const work_t *new_ends,
                                         work_t *prods, work_t *grows, work_t *sizes, unsigned char *stale, int *opened,
                                         int *counters, work_t *estimate, int *walked, int *rounds, index_t B,
@@ -414,6 +468,7 @@ extern "C" __global__ void tangent_pass(const store_t *gates, const work_t *bias
 {
     const Place at = place_of(B, C, D);
     if (!at.on || !opened[at.channel]) return;
+    const Told told = {heads, begun, held};
     const index_t lanes = B * C * D, begin = at.c * L, stop = begin + L < T ? begin + L : T;
     if (is_first || stale[at.joint])
     {
@@ -430,7 +485,7 @@ extern "C" __global__ void tangent_pass(const store_t *gates, const work_t *bias
 #pragma unroll
         for (int k = 0; k < SLOTS; k++) z[k] = work_t(0);
         const States out(states, at.b, T, D, at.d);
-        for_rows(Gates(gates, at.b, T, begin, D, at.d), bias, begin, stop, [&](const work_t(&g)[GATES], index_t row) {
+        for_rows(Rows(gates, told, at.b, T, begin, D, at.d), bias, begin, stop, [&](const work_t(&g)[ROWS], index_t row) {
             advance_tangent(s, m, w, g, p);
             out.write(s, row);
             // The scale is that of the finite results: a start far outside what follows must not hide errors.
@@ -456,7 +511,7 @@ extern "C" __global__ void tangent_pass(const store_t *gates, const work_t *bias
                      !is_last);
     if (open && is_last)
     {
-        walked[at.channel] = walk(gates, biases, params, states, starts, ends, at, B, T, D, L, C);
+        walked[at.channel] = walk(gates, told, biases, params, states, starts, ends, at, B, T, D, L, C);
         estimate[at.channel] = work_t(0);
         open = false;
     }

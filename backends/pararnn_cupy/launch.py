@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pararnn.arrays import Array
 from pararnn.programs import StepPrograms
@@ -27,6 +27,23 @@ class Card(Protocol):
         """Puts a kernel of this call's cell in the stream. All its parameters are 8 bytes wide."""
 
 
+class Told(NamedTuple):
+    """What steps are told besides their inputs, where the programs ask for it.
+
+    Heads (B, T) in int32; the starts that they load, (N, S, D) in the work dtype, of which the first `documents` want a
+    gradient, with the memory for it; padding (B, T), one byte each.
+    """
+
+    head: Array | None = None
+    starts: Array | None = None
+    hold: Array | None = None
+    documents: int = 0
+    grad_starts: Array | None = None
+
+
+NOTHING = Told()
+
+
 def run_forward(
     card: Card,
     programs: StepPrograms,
@@ -39,6 +56,7 @@ def run_forward(
     layout: Layout,
     tol: float,
     accept: float,
+    told: Told = NOTHING,
 ) -> tuple[Array, Array, Array]:
     """The states, the estimated errors, and how many segments were walked.
 
@@ -57,7 +75,7 @@ def run_forward(
     states = card.empty((batch, time, size, width), dtype)
     estimate = card.empty((batch, width), work)
     counts = card.empty((4, batch, width), "int32")
-    given = tuple(map(card.address, (gates, bias, h0, params)))
+    given = tuple(map(card.address, (gates, bias, h0, params, *told[:3])))
     written, errors = card.address(states), card.address(estimate)
     walked, rounds, opened, counters = (card.address(counts) + 4 * k * batch * width for k in range(4))
     if segments == 1:
@@ -81,7 +99,7 @@ def run_forward(
         (*given, card.address(guess), written, starts, ends, opened, counters, errors, walked, rounds, *shape,
          layout.warmup),
     )  # fmt: skip
-    inputs = (given[0], given[1], given[3])
+    inputs = (*given[:2], *given[3:])
     card.launch("rerun_pass", threads, layout.block, (*inputs, written, starts, ends, new_ends, opened, *shape))
     for k in range(2, layout.passes):
         card.launch(
@@ -103,6 +121,7 @@ def run_backward(
     states: Array,
     cotangent: Array,
     layout: Layout,
+    told: Told = NOTHING,
 ) -> tuple[Array, Array, Array]:
     """Cotangents of the gate inputs, of the params and the bias by segment, and of h0.
 
@@ -116,21 +135,21 @@ def run_backward(
     size, segments, work = programs.size, layout.segments, work_name(dtype)
     threads = batch * segments * width
     shape = (batch, time, width, layout.length, segments)
-    given = tuple(map(card.address, (gates, bias, h0, params, states, cotangent)))
+    given = tuple(map(card.address, (gates, bias, h0, params, *told[:3], states, cotangent)))
     grad_gates = card.empty(tuple(gates.shape), dtype)
     grad_h0 = card.empty((batch, size, width), work)
     sums = card.empty((len(programs.params) + count, batch * segments, width), work)
-    out = tuple(map(card.address, (grad_h0, grad_gates, sums)))
+    out = tuple(map(card.address, (grad_h0, grad_gates, sums, told.grad_starts)))
     futures = 0
     if segments > 1:
-        entries = len(programs.n.flat)
-        exchange = card.empty((entries + 2 * size, batch, segments, width), work)
+        entries, shift = len(programs.n.flat), size + len(programs.cut_names)
+        exchange = card.empty((entries + shift + size, batch, segments, width), work)
         step = threads * (8 if work == "float64" else 4)
         maps = card.address(exchange)
-        offsets, futures = maps + step * entries, maps + step * (entries + size)
+        offsets, futures = maps + step * entries, maps + step * (entries + shift)
         card.launch("adjoint_maps", threads, layout.block, (*given, maps, offsets, *shape))
         card.launch("join_maps", batch * width, 32, (maps, offsets, futures, out[0], batch, width, segments))
-    card.launch("back_propagate", threads, layout.block, (*given, futures, *out, *shape))
+    card.launch("back_propagate", threads, layout.block, (*given, futures, *out, *shape, told.documents))
     return grad_gates, sums, grad_h0
 
 

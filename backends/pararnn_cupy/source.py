@@ -57,21 +57,30 @@ def _rows(*operations: int) -> int:
 
 
 def _sizes(programs: StepPrograms) -> list[str]:
-    gates, params = len(programs.gate_names), len(programs.param_names)
+    gates, params, marks = len(programs.gates), len(programs.param_names), programs.marks
     plain = len(programs.advance.program.instructions)
     back = len(programs.back_propagate.program.instructions)
     values = {
         "SLOTS": programs.size,
         "GATES": gates,
+        # Gates and what a step is told besides; what a step draws on, whose cotangents are written row by row.
+        "ROWS": len(programs.gate_names),
+        "DRAWN": gates + len(programs.start_names),
         "PARAMS": params,
         # An array needs an element, used or not.
         "PARAM_PLACES": max(1, params),
         "ENTRIES": len(programs.m.flat),
+        # Of a segment's adjoint map: its shift, and whether a start cuts it off.
+        "OFFSETS": programs.size + len(programs.cut_names),
         # Rows loaded ahead of their use.
         "AHEAD": _rows(plain, 2 * gates),
         "AHEAD_BACK": min(4, _rows(back, 2 * (gates + 2 * programs.size))),
     }
-    return [f"constexpr int {name} = {value};" for name, value in values.items()]
+    told = {"HAS_HEAD": marks.head, "HAS_STARTS": bool(programs.start_names), "HAS_HOLD": marks.hold}
+    return [
+        *(f"#define {name} {int(value)}" for name, value in told.items()),
+        *(f"constexpr int {name} = {value};" for name, value in values.items()),
+    ]
 
 
 def _functions(programs: StepPrograms) -> list[str]:
@@ -85,8 +94,10 @@ def _functions(programs: StepPrograms) -> list[str]:
     grows = places("w", [f"G_{i}_{j}" for i, j in programs.m.where])
     c = places("c", [f"c_{k}" for k in slots])
     b = places("b", [f"b_{k}" for k in slots])
+    joined = places("b", [*(f"b_{k}" for k in slots), *programs.cut_names])
     v = places("v", [f"v_{k}" for k in slots])
-    step = {"g": "GATES", "p": "PARAM_PLACES"}
+    drawn = len(programs.gates) + len(programs.start_names)
+    step = {"g": "ROWS", "p": "PARAM_PLACES"}
     of = [*s.values()]
     parts = [
         function("advance", {"s": "=SLOTS", **step}, body(programs.advance.program, {**s, **g, **p}, of)),
@@ -101,21 +112,23 @@ def _functions(programs: StepPrograms) -> list[str]:
         ),
         function(
             "adjoint_map_step",
-            {"n": "=ENTRIES", "b": "=SLOTS", "s": "SLOTS", "c": "SLOTS", **step},
-            body(programs.adjoint_map_step.program, {**n, **b, **s, **g, **c, **p}, [*n.values(), *b.values()]),
+            {"n": "=ENTRIES", "b": "=OFFSETS", "s": "SLOTS", "c": "SLOTS", **step},
+            body(
+                programs.adjoint_map_step.program, {**n, **joined, **s, **g, **c, **p}, [*n.values(), *joined.values()]
+            ),
         ),
         function(
             "adjoint_joint",
-            {"v": "=SLOTS", "n": "ENTRIES", "b": "SLOTS"},
-            body(programs.adjoint_joints.program, {**v, **n, **b}, [*v.values()]),
+            {"v": "=SLOTS", "n": "ENTRIES", "b": "OFFSETS"},
+            body(programs.adjoint_joints.program, {**v, **n, **joined}, [*v.values()]),
         ),
         function(
             "back_propagate_step",
-            {"b": "=SLOTS", "o": "=GATES", "a": "=PARAM_PLACES", "s": "SLOTS", "c": "SLOTS", **step},
+            {"b": "=SLOTS", "o": "=DRAWN", "a": "=PARAM_PLACES", "s": "SLOTS", "c": "SLOTS", **step},
             body(
                 programs.back_propagate.program,
                 {**b, **s, **g, **c, **p},
-                [*b.values(), *(f"o[{k}]" for k in range(len(g))), *(f"a[{k}]" for k in range(len(p)))],
+                [*b.values(), *(f"o[{k}]" for k in range(drawn)), *(f"a[{k}]" for k in range(len(p)))],
             ),
         ),
         _identity("identity", programs.m.where),
