@@ -66,7 +66,7 @@ def error_of(found, loop, slots):
 @pytest.mark.parametrize("name", NETWORKS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_right_or_the_loop(name, dtype):
-    """P01: within the tolerance of the loop, and the estimate tells the error; what cannot settle says it was walked."""
+    """P01: within the tolerance of the loop, and the estimate tells the error; what cannot settle says it walked."""
     cell, x = problem(name, dtype)
     stats = NewtonStats()
     found = newton_apply(cell, x, NewtonConfig(segment_len=64), stats=stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,10 @@ class Board:
         self.begin = torch.zeros(1, dtype=torch.int32, device=device)
         self.h0 = torch.zeros((self.size, batch, width), **kind)
         self.blank = torch.zeros((self.size, width), **kind)
-        self.box = torch.empty(2 * self.size, **kind)
+        limits = [(-math.inf, math.inf) if bound is None else bound for bound in programs.bounds]
+        self.own_box, self.box = (torch.tensor(limits, **kind) for _ in range(2))
+        self.no_box = torch.tensor([(-math.inf, math.inf)] * self.size, **kind)
+        self.filled = False
         self.spans: dict[tuple[Any, ...], Any] = {}
         self.backward: dict[str, torch.Tensor] = {}
 
@@ -118,6 +122,7 @@ class Span:
         self.mixed = torch.zeros((board.heads, rows, board.count * self.inner), **kind)
         self.mixed_after = torch.zeros_like(self.mixed)
         self.report = torch.empty((board.batch, count, size, 5), **kind)
+        self.blank = torch.zeros_like(board.blank) if leftward else board.blank
         self.source = board.programs.stages[0].slot
         self.tile = self._tile()
         self.grid = (triton.cdiv(rows, self.tile[0]), board.heads * triton.cdiv(self.inner, self.tile[1]))
@@ -180,7 +185,7 @@ class Span:
     def _measured(self, again: bool) -> None:
         board = self.board
         board.module.measure[(self.rows, board.size)](
-            self.starts, self.ends, self.old_starts, self.old_ends, self.seen, board.blank, self.report,
+            self.starts, self.ends, self.old_starts, self.old_ends, self.seen, self.blank, self.report,
             self.rows, board.width, self.count,
             min(1024, triton.next_power_of_2(board.width)), again, num_warps=4, **_OPTIONS,
         )  # fmt: skip
@@ -189,7 +194,7 @@ class Span:
 
     def _begin(self) -> None:
         shape = (self.board.size, self.board.batch, self.count, self.board.width)
-        self.slots.view(shape).copy_(self.board.blank[:, None, None, :].expand(shape))
+        self.slots.view(shape).copy_(self.blank[:, None, None, :].expand(shape))
         self.mixed.zero_()
         warm = range(self.warmup)[::-1] if self.leftward else range(self.length - self.warmup, self.length)
         self._steps(warm, tangent=False, store=False)
@@ -204,7 +209,8 @@ class Span:
         self.old_ends.copy_(self.ends)
         blocks = triton.cdiv(board.width, JOINT_BLOCK)
         board.module.correct[(board.batch * blocks,)](
-            self.starts, self.ends, self.entries, board.box, self.rows, board.width, self.count,
+            self.starts, self.ends, self.entries,
+            board.no_box if self.leftward else board.box, self.rows, board.width, self.count,
             JOINT_BLOCK, self.leftward, num_warps=2, **_OPTIONS,
         )  # fmt: skip
         self._pass(None)
@@ -262,7 +268,7 @@ class GraphJoints:
         return Measured(mismatch, start, end)
 
     def _read(self) -> list[np.ndarray]:
-        report = self.span.report.cpu().double().numpy()
+        report = self.span.report.cpu().numpy().astype(np.float64)
         scale = report[..., 0].max(axis=(0, 1))
         scale = np.where(self.logarithmic, 1.0, np.where(scale == 0.0, 1.0, scale))
         if self.one_scale:

@@ -13,7 +13,6 @@ from pararnn.cells.mixing import MixingCell, multiply
 from pararnn.config import NewtonConfig
 from pararnn.mixing.joints import JointSettings, settle
 from pararnn.mixing.plan import MixPlan
-from pararnn.mixing.rows import Rows
 from pararnn.mixing.trace import mix_programs_of
 from pararnn.plan import _fitting_length
 from pararnn.problem import Problem
@@ -65,23 +64,28 @@ def _settings(problem: Problem, chosen: MixPlan, tol: float, accept: float) -> J
     return JointSettings(tol=tol, accept=accept, exact=False, max_passes=chosen.max_passes or MAX_PASSES)
 
 
-def _filled(problem: Problem, cell: MixingCell) -> tuple[Board, Rows]:
+def _filled(problem: Problem, cell: MixingCell) -> Board:
     """The board of the problem's shape with the cell's numbers on it."""
     programs = mix_programs_of(cell)
-    batch, time, _, _ = problem.shape
+    batch, time, _, width = problem.shape
     board = board_for(cell, programs, batch, time, problem.dtype, problem.x.device)
-    rows = Rows(problem, cell)
-    matrix, offset = rows.matrices[0]
+    matrix, offset = cell.joined(problem.xp, torch.float32, programs.stages[0].names)
+    if not board.filled:
+        nothing = torch.zeros((1, width), **board.kind)
+        board.blank.copy_(torch.cat(list(cell.encode(problem.xp, *[nothing] * board.size))))
+        board.filled = True
     board.matrix.copy_(matrix)
-    board.transposed.copy_(board.matrix.view(board.heads, -1, board.transposed.shape[1]).transpose(1, 2))
+    board.transposed.copy_(matrix.transpose(-1, -2))
     if offset is None:
         board.bias.zero_()
     else:
         board.bias.copy_(offset)
-    board.diagonals.copy_(torch.stack(rows.diagonals))
+    heads, inner, count = board.heads, width // board.heads, board.count
+    own = board.matrix.view(heads, inner, count, inner).diagonal(dim1=1, dim2=3)
+    board.diagonals.view(count, heads, inner).copy_(own.transpose(0, 1))
     flat = board.gates.view(batch * time, -1)
     torch.addmm(cell.W_x.bias, problem.x.reshape(batch * time, -1), cell.W_x.weight.t(), out=flat)
-    return board, rows
+    return board
 
 
 def solve_mixing_on_cuda(problem: Problem) -> tuple[torch.Tensor, NewtonStats]:
@@ -93,13 +97,13 @@ def solve_mixing_on_cuda(problem: Problem) -> tuple[torch.Tensor, NewtonStats]:
         path=chosen.path, segment_len=chosen.segment_len, segments=chosen.segments, reason=chosen.reason,
         windows=1, max_residual=0.0,
     )  # fmt: skip
-    board, _ = _filled(problem, cell)
+    board = _filled(problem, cell)
     start = list(cell.encode(xp, *problem.start()))
     if chosen.path == "sequential":
         _walk(board, start, 0, problem.shape[1])
         return _result(problem, cell, board), _as_loop(stats, 0)
     tol = tolerance(problem.config, problem)
-    _set_blank_and_box(problem, cell, board, start)
+    _set_box(problem, board, start)
     span = board.span(chosen.segment_len, chosen.segments, chosen.warmup, False)
     board.begin.zero_()
     shape = (board.size, board.batch, chosen.segments, board.width)
@@ -118,7 +122,7 @@ def solve_mixing_on_cuda(problem: Problem) -> tuple[torch.Tensor, NewtonStats]:
     found = _result(problem, cell, board) if bool(np.any(out.settled)) else None
     # The time loop in public coordinates, for the sequences that did not settle.
     cell = cast(MixingCell, problem.cell)
-    board, _ = _filled(problem, cell)
+    board = _filled(problem, cell)
     _walk(board, problem.start(), 0, problem.shape[1])
     walked = _result(problem, cell, board)
     stats.reason = f"the sequence was walked after all, because {out.gave_up}"
@@ -137,14 +141,13 @@ def _as_loop(stats: NewtonStats, spent: int) -> NewtonStats:
     return stats
 
 
-def _set_blank_and_box(problem: Problem, cell: MixingCell, board: Board, start: list[torch.Tensor]) -> None:
-    zeros = [torch.zeros_like(s[:1]) for s in problem.start()]
-    board.blank.copy_(torch.cat(list(cell.encode(problem.xp, *zeros))))
-    limits: list[torch.Tensor] = []
-    for bound, first in zip(board.programs.bounds, start, strict=True):
-        low, high = (-math.inf, math.inf) if bound is None else bound
-        limits += [first.amin().clamp(max=low), first.amax().clamp(min=high)]
-    board.box.copy_(torch.stack(limits))
+def _set_box(problem: Problem, board: Board, start: list[torch.Tensor]) -> None:
+    """Where bounded slots can be: their bounds, and beyond them as far as the sequences start."""
+    board.box.copy_(board.own_box)
+    if problem.h0 is not None:
+        for limits, first in zip(board.box, start, strict=True):
+            limits[0].clamp_(max=first.amin())
+            limits[1].clamp_(min=first.amax())
 
 
 def _walk(board: Board, start: list[torch.Tensor], first: int, steps: int) -> None:
@@ -171,7 +174,7 @@ def pull_back_mixing_on_cuda(problem: Problem, states: torch.Tensor, cotangent: 
     """Gradients of Σ cotangent · states for a solved trajectory."""
     cell = cast(MixingCell, problem.cell)
     batch, time, features, width = problem.shape
-    board, rows = _filled(problem, cell)
+    board = _filled(problem, cell)
     board.for_backward()
     slots = (batch, time, board.size, width)
     board.states.copy_(states.reshape(slots))
@@ -182,10 +185,12 @@ def pull_back_mixing_on_cuda(problem: Problem, states: torch.Tensor, cotangent: 
     source = cast(int, board.programs.stages[0].slot)
     before = torch.cat([start[source][:, None], states.reshape(slots)[:, :-1, source].float()], dim=1)
     before = before.reshape(batch * time, width)
-    matrix, offset = rows.matrices[0]
-    made = multiply(problem.xp, before, board.count, matrix, offset)
-    for k, product in enumerate(made):
-        more["products"][:, :, k].copy_(product.view(batch, time, width))
+    if board.heads == 1:
+        torch.addmm(board.bias, before, board.matrix, out=more["products"].view(batch * time, -1))
+    else:
+        made = multiply(problem.xp, before, board.count, board.matrix, board.bias)
+        for k, product in enumerate(made):
+            more["products"][:, :, k].copy_(product.view(batch, time, width))
 
     chosen = plan(problem)
     future = _swept(problem, chosen, board) if chosen.path == "segments" else None
@@ -199,9 +204,13 @@ def pull_back_mixing_on_cuda(problem: Problem, states: torch.Tensor, cotangent: 
     names = board.programs.stages[0].names
     blocks, offsets = {}, {}
     heads, inner = board.heads, width // board.heads
-    left = before.view(-1, heads, inner).permute(1, 2, 0)
-    right = d_products.view(-1, board.count, heads, inner).permute(2, 0, 1, 3).reshape(heads, -1, board.count * inner)
-    joined = torch.bmm(left, right).view(heads, inner, board.count, inner)
+    if heads == 1:
+        joined = (before.t() @ d_products.view(batch * time, -1)).view(1, width, board.count, width)
+    else:
+        left = before.view(-1, heads, inner).permute(1, 2, 0)
+        right = d_products.view(-1, board.count, heads, inner).permute(2, 0, 1, 3)
+        joined = torch.bmm(left, right.reshape(heads, -1, board.count * inner))
+        joined = joined.view(heads, inner, board.count, inner)
     sums = d_products.sum(dim=0)
     for k, name in enumerate(names):
         block = joined[:, :, k]
@@ -220,8 +229,6 @@ def _swept(problem: Problem, chosen: MixPlan, board: Board) -> torch.Tensor | No
     done = chosen.segment_len * chosen.segments
     zero = torch.zeros_like(board.h0)
     future = _walk_back(board, zero, time, time - done)
-    board.blank.zero_()
-    board.box.copy_(torch.tensor([-math.inf, math.inf] * board.size))
     board.begin.zero_()
     span = board.span(chosen.segment_len, chosen.segments, chosen.warmup, True)
     shape = (board.size, board.batch, chosen.segments, board.width)

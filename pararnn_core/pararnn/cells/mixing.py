@@ -174,6 +174,15 @@ class MixingCell(ChannelwiseCell):
 
     def joined(self, xp: Namespace, dtype: Any, names: tuple[str, ...]) -> tuple[Array, Array | None]:
         """The matrices of several products side by side, (D, k·D) or (H, D/H, k·D/H), and their biases (k·D,)."""
+        stored = self._stored_with(names[0])
+        if type(self).block is MixingCell.block and self.products[stored] == names:
+            # All products of one array: its transpose as it is, and its bias if that serves the same products.
+            matrix = xp.matrix_transpose(self.clamped(xp, dtype, stored))
+            biases = [b for b, served in self.biases.items() if b in self.arrays and set(served) & set(names)]
+            if not biases:
+                return matrix, None
+            if len(biases) == 1 and self.biases[biases[0]] == names:
+                return matrix, cast(xp, self.arrays[biases[0]], dtype)
         blocks = [self.block(xp, dtype, name) for name in names]
         matrix = blocks[0] if len(blocks) == 1 else xp.concat(blocks, axis=-1)
         offsets = [self.offset(xp, dtype, name) for name in names]

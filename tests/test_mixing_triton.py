@@ -1,0 +1,93 @@
+"""Mixing cells through the generated kernels: on a CUDA card as they are, elsewhere in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the kernels take torch tensors")
+pytest.importorskip("triton", reason="triton is not installed")
+
+from pararnn import (  # noqa: E402
+    NewtonConfig,
+    NewtonStats,
+    ParaGRU,
+    StockGRU,
+    StockLSTM,
+    StockRNN,
+    newton_apply,
+    newton_vjp,
+    sequential_apply,
+)
+
+ON_CARD = torch.cuda.is_available()
+DEVICE = "cuda" if ON_CARD else "cpu"
+if not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1":
+    # Triton reads the switch when it is first imported, so it cannot be thrown here.
+    pytest.skip("no CUDA card; .ci/run runs this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def relative(mine, true) -> float:
+    return float((mine.double() - true.double()).abs().max() / true.double().abs().max().clamp(min=1e-30))
+
+
+def compare(cell, time: int, config: NewtonConfig):
+    """Errors of states and gradients against the loop in float64, and the stats."""
+    torch.manual_seed(0)
+    x = torch.randn(2, time, cell.d_in, device=DEVICE)
+    h0 = 0.3 * torch.randn(2, *cell.state_shape, device=DEVICE)
+    stats = NewtonStats()
+    states, pull_back = newton_vjp(cell, x, config, h0, stats=stats)
+    whole = NewtonConfig(scan_backend="torch", segment_len=time)
+    wanted, pull_back_wanted = newton_vjp(cell.to(dtype=torch.float64), x.double(), whole, h0.double())
+    cotangent = torch.randn_like(wanted)
+    found, true = pull_back(cotangent.float()), pull_back_wanted(cotangent)
+    pairs = [(found.x, true.x), (found.h0, true.h0), *((found.params[n], true.params[n]) for n in true.params)]
+    return relative(states, wanted), max(relative(a, b) for a, b in pairs), stats
+
+
+@pytest.mark.parametrize(
+    "kind, heads, times",
+    [(StockGRU, None, 1.0), (StockLSTM, None, 3.0), (StockRNN, None, 3.0), (StockLSTM, 2, 1.0)],
+)
+def test_segments_and_their_gradients(kind, heads, times):
+    """Lengths that segments do not divide, networks that need corrections, heads too narrow for a fused product."""
+    cell = kind(3, 8, seed=0, xp=torch, device=DEVICE, n_heads=heads)
+    cell = cell.replace(R=times * cell.R)
+    error, gradient_error, stats = compare(cell, 43, NewtonConfig(scan_backend="triton", segment_len=12))
+    assert stats.path == "segments" and stats.converged and error < 2e-5 and gradient_error < 2e-4
+
+
+def test_what_does_not_settle_is_walked():
+    """A network that amplifies ends in the time loop of the same kernels, bit for bit."""
+    cell = StockRNN(3, 8, seed=0, xp=torch, device=DEVICE)
+    cell = cell.replace(R=8.0 * cell.R)
+    x, stats = torch.randn(1, 60, 3, device=DEVICE), NewtonStats()
+    found = newton_apply(cell, x, NewtonConfig(scan_backend="triton", segment_len=10, max_passes=2), stats=stats)
+    assert stats.path == "sequential" and stats.walked == 1.0 and "walked" in stats.reason
+    loop = newton_apply(cell, x, NewtonConfig(scan_backend="triton", segment_len=60))
+    assert torch.equal(found, loop)
+
+
+def test_buffers_are_used_again_without_a_trace():
+    """Results stay what they were when the same shape is solved again with other weights, and without a bias."""
+    x = torch.randn(1, 30, 3, device=DEVICE)
+    config = NewtonConfig(scan_backend="triton", segment_len=8)
+    cells = [StockGRU(3, 4, seed=k, xp=torch, device=DEVICE) for k in range(2)]
+    bare = cells[1].replace(b_h=torch.zeros_like(cells[1].b_h))
+    results = [newton_apply(cell, x, config) for cell in (*cells, bare)]
+    for cell, result in zip((*cells, bare), results, strict=True):
+        assert relative(result, sequential_apply(cell, x)) < 1e-5
+
+
+def test_what_the_kernels_leave_to_others():
+    x = torch.randn(1, 30, 3, device=DEVICE)
+    two_stages = ParaGRU(3, 4, mix="dense", seed=0, xp=torch, device=DEVICE)
+    with pytest.raises(TypeError, match="one product of one slot"):
+        newton_apply(two_stages, x, NewtonConfig(scan_backend="triton"))
+    with pytest.raises(TypeError, match="options of the array solver"):
+        stock = StockGRU(3, 4, seed=0, xp=torch, device=DEVICE)
+        newton_apply(stock, x, NewtonConfig(scan_backend="triton", max_iters=2))
