@@ -164,8 +164,9 @@ class TritonBackend(Backend):
             _params(problem),
             states.reshape(slots).contiguous(),
             cotangent.reshape(slots).to(problem.dtype).contiguous(),
-            _shape(problem),
+            _shape(problem, backward=True),
             _told(problem),
+            overwrite=True,
         )
         flat = d_gates.reshape(batch * time, -1)
         d_x = (flat @ cell.W_x.weight).reshape(batch, time, features)
@@ -220,7 +221,7 @@ def _reason(shape: Shape) -> str:
     return f"segments of {shape.length} fill the chip; up to {shape.passes} launches, ended early on the device"
 
 
-def _shape(problem: Problem) -> Shape:
+def _shape(problem: Problem, *, backward: bool = False) -> Shape:
     batch, time, _, width = problem.shape
     config = problem.config
     return choose_shape(
@@ -230,7 +231,9 @@ def _shape(problem: Problem) -> Shape:
         segment_len=config.segment_len,
         warmup=config.warmup,
         passes=config.max_passes or DEFAULT_PASSES,
-        long_memory=problem.cell.long_memory,
+        # Backwards the segments are affine maps, which join exactly however long the cell remembers.
+        long_memory=problem.cell.long_memory and not backward,
+        half=dtype_name(problem.dtype) != "float32",
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from pararnn.programs import StepPrograms
 from pararnn_triton.forward_source import JOINT_GROUP
-from pararnn_triton.print_triton import indent, input_loads, running_loop, statements
+from pararnn_triton.print_triton import Rows, indent, input_loads, input_rows, running_loop, statements
 
 GROUP = 4
 
@@ -27,8 +27,8 @@ _PLACE = """    blocks = tl.cdiv(D, BD)
 """
 
 
-def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]], list[str]]:
-    """Statements before the loop, its loads, and those that begin each row."""
+def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]], list[str], list[Rows]]:
+    """Statements before the loop, its loads, those that begin each row, and the arrays that it runs along."""
     size = programs.size
     before = [
         f"{p} = tl.load(weights + {k} * D + lane, mask=mask, other=0.0)" for k, p in enumerate(programs.param_names)
@@ -40,20 +40,11 @@ def _operands(programs: StepPrograms) -> tuple[list[str], list[tuple[str, str]],
         for k in range(size)
     ]
     loads = input_loads(programs)
-    loads += [
-        (
-            name,
-            f"tl.load(states + ((b * T + ROW - 1) * {size} + {k}) * D + lane, mask=OK & (ROW > 0), other=0.0)"
-            ".to(tl.float32)",
-        )
-        for k, name in enumerate(programs.prev_names)
-    ]
-    loads += [
-        (f"c_{s}", f"tl.load(cotangent + ((b * T + ROW) * {size} + {k}) * D + lane, mask=OK, other=0.0).to(tl.float32)")
-        for k, s in enumerate(programs.slots)
-    ]
+    states, cotangent = Rows("states", size), Rows("cotangent", size)
+    loads += [(name, states.load(k, "OK & (ROW > 0)", behind=1)) for k, name in enumerate(programs.prev_names)]
+    loads += [(f"c_{s}", cotangent.load(k)) for k, s in enumerate(programs.slots)]
     begin_row = [f"{name} = tl.where(row == 0, h0_{k}, {name})" for k, name in enumerate(programs.prev_names)]
-    return before, loads, begin_row
+    return before, loads, begin_row, [input_rows(programs), states, cotangent]
 
 
 def backward_source(programs: StepPrograms) -> str:
@@ -63,7 +54,7 @@ def backward_source(programs: StepPrograms) -> str:
 
 def _maps(programs: StepPrograms) -> str:
     size, slots = programs.size, programs.slots
-    before, loads, begin_row = _operands(programs)
+    before, loads, begin_row, along = _operands(programs)
     n_names, b_names = programs.n.flat, [*(f"b_{s}" for s in slots), *programs.cut_names]
     lines = list(before)
     for name, (i, j) in zip(n_names, programs.n.where, strict=True):
@@ -71,7 +62,13 @@ def _maps(programs: StepPrograms) -> str:
     lines += [f"{name} = tl.zeros([BD], tl.float32)" for name in b_names]
     step = statements(programs.adjoint_map_step.program, [*n_names, *b_names])
     lines += running_loop(
-        loads, lambda row: [*begin_row, *step], first="(stop - 1)", count="(stop - begin)", step=-1, group=GROUP
+        loads,
+        lambda row, off: [*begin_row, *step],
+        first="(stop - 1)",
+        count="(stop - begin)",
+        step=-1,
+        group=GROUP,
+        along=along,
     )
 
     def joint(k: int, row: str) -> str:
@@ -84,7 +81,7 @@ def _maps(programs: StepPrograms) -> str:
     ]
     v_names = [f"v_{s}" for s in slots]
 
-    def body(row: str) -> list[str]:
+    def body(row: str, off: int) -> list[str]:
         store = [
             f"tl.store(futures + (({k} * B + b) * C + {row}) * D + lane, {v}, mask=mask)" for k, v in enumerate(v_names)
         ]
@@ -103,16 +100,17 @@ def _maps(programs: StepPrograms) -> str:
     head = (
         '@triton.jit(do_not_specialize=["T", "L", "C"])\n'
         f"def adjoint_maps({_ARGUMENTS}, maps, futures, grad_h0, counters,\n"
-        "                 B, T, D, L, C, BD: tl.constexpr, HAS_H0: tl.constexpr):\n"
+        "                 B, T, D: tl.constexpr, L, C, BD: tl.constexpr, HAS_H0: tl.constexpr):\n"
     )
     return head + _PLACE + "\n".join(indent(lines)) + "\n"
 
 
 def _sweep(programs: StepPrograms) -> str:
     size, slots, gates = programs.size, programs.slots, programs.gates
-    before, loads, begin_row = _operands(programs)
+    before, loads, begin_row, along = _operands(programs)
     carry = [f"b_{s}" for s in slots]
     outputs = [f"o_{g}" for g in gates]
+    grads = Rows("grad_gates", len(gates))
     begun = [f"o_{s}" for s in programs.start_names]
     added = [f"a_{p}" for p in programs.param_names]
     sums = [f"sum_{p}" for p in programs.param_names]
@@ -126,11 +124,8 @@ def _sweep(programs: StepPrograms) -> str:
     step = statements(programs.back_propagate.program, [*carry, *outputs, *begun, *added])
     step += [f"{s} += {a}" for s, a in zip(sums, added, strict=True)]
 
-    def body(row: str) -> list[str]:
-        store = [
-            f"tl.store(grad_gates + ((b * T + {row}) * {len(gates)} + {k}) * D + lane, {o}, mask=mask)"
-            for k, o in enumerate(outputs)
-        ]
+    def body(row: str, off: int) -> list[str]:
+        store = [f"tl.store({grads.at(k, off)}, {o}, mask=mask)" for k, o in enumerate(outputs)]
         if begun:
             # Each start is loaded by one step; the rows behind the documents' are shared and want no gradient.
             store += [
@@ -142,13 +137,16 @@ def _sweep(programs: StepPrograms) -> str:
         ]
         return [*begin_row, *step, *store]
 
-    lines += running_loop(loads, body, first="(stop - 1)", count="(stop - begin)", step=-1, group=GROUP)
+    lines += running_loop(
+        loads, body, first="(stop - 1)", count="(stop - begin)", step=-1, group=GROUP, along=[*along, grads]
+    )
     lines += [f"tl.store(grad_params + (({k} * B + b) * C + c) * D + lane, {s}, mask=mask)" for k, s in enumerate(sums)]
     lines.append("if not MANY:")
     lines += [f"    tl.store(grad_h0 + (b * {size} + {k}) * D + lane, {v}, mask=mask)" for k, v in enumerate(carry)]
     head = (
         '@triton.jit(do_not_specialize=["T", "L", "C", "F"])\n'
         f"def back_propagate({_ARGUMENTS}, futures, grad_h0, grad_gates, grad_params, grad_fresh,\n"
-        "                   B, T, D, L, C, F, BD: tl.constexpr, HAS_H0: tl.constexpr, MANY: tl.constexpr):\n"
+        "                   B, T, D: tl.constexpr, L, C, F,\n"
+        "                   BD: tl.constexpr, HAS_H0: tl.constexpr, MANY: tl.constexpr):\n"
     )
     return head + _PLACE + "\n".join(indent(lines)) + "\n"

@@ -12,7 +12,16 @@ Nothing waits for the host.
 from __future__ import annotations
 
 from pararnn.programs import StepPrograms
-from pararnn_triton.print_triton import at, indent, input_loads, rows_at_once, running_loop, statements
+from pararnn_triton.print_triton import (
+    Rows,
+    at,
+    indent,
+    input_loads,
+    input_rows,
+    rows_at_once,
+    running_loop,
+    statements,
+)
 from pararnn_triton.shape import Shape
 
 # Rows loaded ahead of their use, in the time loop and in the loop over joints.
@@ -22,7 +31,7 @@ MARK_EVERY = 32
 
 _HEAD = """@triton.jit(do_not_specialize=["T", "L", "C", "W"])
 def forward(gates, h0, weights, head_rows, fresh, hold_rows, states, work, estimate,
-            B, T, D, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
+            B, T, D: tl.constexpr, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
             LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, HALF: tl.constexpr):
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
@@ -72,11 +81,10 @@ def forward_source(programs: StepPrograms) -> str:
     def joint(array: str, k: int, row: str) -> str:
         return f"{array} + (({k} * B + b) * C + {row}) * D + lane"
 
-    def state_at(s: int, row: str) -> str:
-        return f"states + ((b * T + {row}) * {size} + {s}) * D + lane"
+    ins, outs = input_rows(programs), Rows("states", size)
 
-    def store_states(row: str) -> list[str]:
-        return [f"tl.store({state_at(s, row)}, {name}, mask=mask)" for s, name in enumerate(prev)]
+    def store_states(off: int) -> list[str]:
+        return [f"tl.store({outs.at(s, off)}, {name}, mask=mask)" for s, name in enumerate(prev)]
 
     advance = statements(programs.advance.program, prev)
     grow = statements(programs.advance_tangent.program, [*prev, *m_names, *g_names])
@@ -90,7 +98,11 @@ def forward_source(programs: StepPrograms) -> str:
     ]
     first += ["if HAS_H0:", "    if c == 0:", *indent(from_h0, 2)]
     warm = ["ahead = tl.where(c > 0, tl.minimum(W, begin), 0)"]
-    warm += running_loop(gate_loads, lambda row: advance, first="begin - ahead", count="ahead", step=1, group=GROUP)
+    # The segment before reads these rows again soon.
+    soon = [(n, text.replace("other=0.0)", "other=0.0, eviction_policy='evict_last')")) for n, text in gate_loads]
+    warm += running_loop(
+        soon, lambda row, off: advance, first="begin - ahead", count="ahead", step=1, group=GROUP, along=[ins]
+    )
     warm += [f"tl.store({joint('starts', s, 'c')}, {name}, mask=mask)" for s, name in enumerate(prev)]
     first += ["if MANY:", *indent(warm)]
     lines += [
@@ -117,11 +129,12 @@ def forward_source(programs: StepPrograms) -> str:
     ready += [f"{z} = tl.zeros([BD], tl.float32)" for z in z_names]
     run_tangent = ready + running_loop(
         gate_loads,
-        lambda row: [*grow, *measure, *store_states(row)],
+        lambda row, off: [*grow, *measure, *store_states(off)],
         first="begin",
         count="(stop - begin)",
         step=1,
         group=GROUP,
+        along=[ins, outs],
     )
     for array, names in (("ends", prev), ("prods", m_names), ("grows", g_names), ("sizes", z_names)):
         run_tangent += [f"tl.store({joint(array, k, 'c')}, {n}, mask=mask)" for k, n in enumerate(names)]
@@ -136,11 +149,12 @@ def forward_source(programs: StepPrograms) -> str:
 
     plain = running_loop(
         gate_loads,
-        lambda row: [*advance, *store_states(row), *leave_mark(row)],
+        lambda row, off: [*advance, *store_states(off), *leave_mark(row)],
         first="begin",
         count="(stop - begin)",
         step=1,
         group=GROUP,
+        along=[ins, outs],
     )
     plain_ends = [f"tl.store({joint('ends', k, 'c')}, {n}, mask=mask)" for k, n in enumerate(prev)]
     # Before any launch reads them.
@@ -150,11 +164,11 @@ def forward_source(programs: StepPrograms) -> str:
         "    tl.store(opened + group, 0.0)",
         "    tl.store(estimate + b * D + lane, tl.zeros([BD], tl.float32), mask=mask)",
     ]
-    again = _settle(programs, joint, state_at, advance, mark)
+    again = _settle(programs, joint, advance, mark)
     lines += ["if STAGE == 0:", *indent(plain), "    if MANY:", *indent(plain_ends, 2)]
     lines += ["elif STAGE == 1:", *indent(again), "elif run != 0.0:", *indent(run_tangent)]
 
-    joins = _join(programs, joint, state_at, advance, m_names, g_names, z_names)
+    joins = _join(programs, joint, advance, m_names, g_names, z_names)
     lines += [
         "if STAGE > 1:",
         "    tl.debug_barrier()",
@@ -176,7 +190,7 @@ def _unlike(pairs: list[tuple[str, str]], where: str) -> list[str]:
     return lines
 
 
-def _settle(programs, joint, state_at, advance, mark) -> list[str]:
+def _settle(programs, joint, advance, mark) -> list[str]:
     """Stage 1: where start and the end before differ, from that end until what is stored is met.
 
     Ends are read and not written, so the segments need not wait for each other. A run that meets what is stored has
@@ -189,39 +203,40 @@ def _settle(programs, joint, state_at, advance, mark) -> list[str]:
     lines.append("running = tl.max(apart, axis=0)")
     rerun = [f"{p} = true_{k}" for k, p in enumerate(prev)]
     rerun += [f"tl.store({joint('starts', k, 'c')}, {p}, mask=mask)" for k, p in enumerate(prev)]
-    rerun += ["row = begin", "finish = stop", *_rerun(programs, state_at, advance, mark)]
+    rerun += ["row = begin", "finish = stop", *_rerun(programs, advance, mark)]
     check = [f"end_{k} = tl.load({joint('ends', k, 'c')}, mask=mask, other=0.0)" for k in range(len(prev))]
     check += _unlike([(p, f"end_{k}") for k, p in enumerate(prev)], "mask")
     check += ["if tl.max(apart, axis=0) != 0:", "    tl.store(opened + group, 1.0)"]
     return [*lines, "if running != 0:", *indent(rerun), "    if running != 0:", *indent(check, 2)]
 
 
-def _rerun(programs, state_at, advance, mark=None) -> list[str]:
+def _rerun(programs, advance, mark=None) -> list[str]:
     """From `row` to `finish`, or until the states are, bit for bit, those stored already (then `running` is 0).
 
     In half precision the comparison is with the marks of the first run, where they are given and hold.
     """
     prev = programs.prev_names
+    ins, outs = input_rows(programs), Rows("states", programs.size)
     count = rows_at_once(len(advance) + 4 * len(prev) + len(programs.gate_names), RERUN_GROUP)
     # A group may not step over a mark.
     count = 1 << (count.bit_length() - 1)
     group = []
     for u in range(count):
         group.append(f"ok{u} = mask & (row + {u} < finish)")
-        group += [f"next{u}_{g} = {at(text, f'(row + {u})', f'ok{u}')}" for g, text in input_loads(programs)]
+        group += [f"next{u}_{g} = {at(text, f'(row + {u})', u, f'ok{u}')}" for g, text in input_loads(programs)]
     last = count - 1
     # A state that has met the stored one follows it ever after, so the last row of the group decides.
     for k in range(len(prev)):
-        place = state_at(k, f"(row + {last})")
+        place = outs.at(k, last)
         group.append(f"old_{k} = tl.load({place}, mask=ok{last}, other=0.0, cache_modifier='.cg').to(tl.float32)")
     for u in range(count):
         group += [f"{g} = next{u}_{g}" for g in programs.gate_names]
         group += [f"past_{k} = {p}" for k, p in enumerate(prev)]
         group += advance
         group += [f"{p} = tl.where(row + {u} < finish, {p}, past_{k})" for k, p in enumerate(prev)]
-        group += [f"tl.store({state_at(k, f'(row + {u})')}, {p}, mask=ok{u})" for k, p in enumerate(prev)]
+        group += [f"tl.store({outs.at(k, u)}, {p}, mask=ok{u})" for k, p in enumerate(prev)]
     met = _unlike([(p, f"old_{k}") for k, p in enumerate(prev)], "mask")
-    group += [f"row += {count}", "if not HALF:"]
+    group += [ins.move(count), outs.move(count), f"row += {count}", "if not HALF:"]
     # Past the end there is nothing to be met.
     group += indent([*met, "running = tl.where(row <= finish, tl.max(apart, axis=0), running)"])
     if mark is not None:
@@ -229,10 +244,10 @@ def _rerun(programs, state_at, advance, mark=None) -> list[str]:
         at_mark = [f"old_{k} = tl.load({mark(k, '(row - 1)')}, mask=mask, other=0.0)" for k in range(len(prev))]
         at_mark += [*met, "running = tl.max(apart, axis=0)"]
         group += [f"    if ((row - begin) % {MARK_EVERY} == 0) & (row <= finish):", *indent(at_mark, 2)]
-    return ["while (row < finish) & (running != 0):", *indent(group)]
+    return [ins.begin("row"), outs.begin("row"), "while (row < finish) & (running != 0):", *indent(group)]
 
 
-def _join(programs, joint, state_at, advance, m_names, g_names, z_names) -> list[str]:
+def _join(programs, joint, advance, m_names, g_names, z_names) -> list[str]:
     """Tests the joints, corrects the starts, and on the last launch finishes exactly."""
     slots = programs.slots
     fresh = ", cache_modifier='.cg'"
@@ -262,7 +277,7 @@ def _join(programs, joint, state_at, advance, m_names, g_names, z_names) -> list
 
     new = [f"w_{s}" for s in slots]
 
-    def body(row: str) -> list[str]:
+    def body(row: str, off: int) -> list[str]:
         lines = []
         for i, s in enumerate(slots):
             # After the last segment stands its own end.
@@ -293,12 +308,12 @@ def _join(programs, joint, state_at, advance, m_names, g_names, z_names) -> list
         "tl.store(opened + group, any_open)",
         "tl.store(dirty + b * C * blocks + block, 0.0)",
     ]
-    scan += ["if LAST:", "    if any_open != 0.0:", *indent(_walk(programs, joint, state_at, advance), 2)]
+    scan += ["if LAST:", "    if any_open != 0.0:", *indent(_walk(programs, joint, advance), 2)]
     scan.append("tl.store(estimate + b * D + lane, error, mask=mask)")
     return scan
 
 
-def _walk(programs, joint, state_at, advance) -> list[str]:
+def _walk(programs, joint, advance) -> list[str]:
     """The exact finish: segments in order, re-run from the true start until they meet what is stored already."""
     slots, prev = programs.slots, programs.prev_names
     fresh = ", cache_modifier='.cg'"
@@ -310,7 +325,7 @@ def _walk(programs, joint, state_at, advance) -> list[str]:
         "running = tl.max(apart, axis=0)",
         "row = cc * L",
         "finish = tl.minimum(row + L, T)",
-        *_rerun(programs, state_at, advance),
+        *_rerun(programs, advance),
     ]
     # Met before the end, or never apart: the stored end is the true one.
     here += [f"{p} = tl.where(running == 0, e_{s}, {p})" for s, p in zip(slots, prev, strict=True)]

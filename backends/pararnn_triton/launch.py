@@ -173,13 +173,19 @@ def run_backward(
     cotangent: torch.Tensor,
     shape: Shape,
     told: Told = NOTHING,
+    *,
+    overwrite: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Cotangents of the gate inputs (B, T, G, D), the params (P, D), h0 (B, S, D) and the starts (N, S, D)."""
+    """Cotangents of the gate inputs (B, T, G, D), the params (P, D), h0 (B, S, D) and the starts (N, S, D).
+
+    With `overwrite` those of the gate inputs take the gate inputs' place: the last sweep reads a row before it writes
+    it.
+    """
     batch, time, _, width = gates.shape
     size, segments, many = programs.size, shape.segments, shape.segments > 1
     kind: dict[str, Any] = {"dtype": torch.float32, "device": gates.device}
     grid = batch * segments * triton.cdiv(width, shape.block)
-    grad_gates = torch.empty_like(gates)
+    grad_gates = gates if overwrite else torch.empty_like(gates)
     grad_h0 = torch.empty((batch, size, width), **kind)
     # Partial sums by segment, added up in a fixed order: atomics would make the gradient depend on timing.
     grad_params = torch.empty((len(programs.params), batch * segments, width), **kind)

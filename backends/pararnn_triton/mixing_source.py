@@ -179,7 +179,7 @@ def _correct(programs: MixPrograms) -> str:
     loads += [(f"s{k}", at("starts", k, "(ROW + 1)")) for k in range(size)]
     loads += [(f"m{k}", at("entries", k, "ROW")) for k in range(len(where))]
 
-    def body(row: str) -> list[str]:
+    def body(row: str, off: int) -> list[str]:
         lines = []
         for i in range(size):
             lines.append(f"w{i} = e{i}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from pararnn.graph import Instruction, Program
 from pararnn.programs import StepPrograms
@@ -106,14 +107,46 @@ def statements(
     return lines
 
 
+@dataclass(frozen=True)
+class Rows:
+    """An array (B, T, `columns`, D) that a loop over time reads or writes, by an address that moves along.
+
+    Working out an address from a row's number takes more instructions than a step's arithmetic.
+    """
+
+    array: str
+    columns: int
+
+    @property
+    def address(self) -> str:
+        """The variable that holds the address of the loop's present row."""
+        return f"at_{self.array}"
+
+    def begin(self, row: str) -> str:
+        return f"{self.address} = {self.array} + (b * T + {row}) * {self.columns} * D + lane"
+
+    def move(self, rows: int) -> str:
+        return f"{self.address} += {rows * self.columns} * D"
+
+    def at(self, column: int, off: int | str = 0) -> str:
+        """The address `off` rows further on."""
+        return f"{self.address} + ({off} * {self.columns} + {column}) * D"
+
+    def load(self, column: int, ok: str = "OK", behind: int = 0) -> str:
+        """A load expression in OFF and OK, of the row `behind` rows earlier."""
+        off = f"(OFF - {behind})" if behind else "OFF"
+        return f"tl.load({self.at(column, off)}, mask={ok}, other=0.0).to(tl.float32)"
+
+
+def input_rows(programs: StepPrograms) -> Rows:
+    """The gate inputs."""
+    return Rows("gates", len(programs.gates))
+
+
 def input_loads(programs: StepPrograms) -> list[tuple[str, str]]:
-    """What a step reads besides states, as (variable, load expression in ROW and OK): gates, heads, starts, padding."""
-    place, marks = "b * T + ROW", programs.marks
-    loads = [
-        (f"g_{g}", f"tl.load(gates + (({place}) * {len(programs.gates)} + {k}) * D + lane, mask=OK, other=0.0)"
-         ".to(tl.float32)")
-        for k, g in enumerate(programs.gates)
-    ]  # fmt: skip
+    """What a step reads besides states, as (variable, load expression): gates, heads, starts, padding."""
+    place, marks, rows = "b * T + ROW", programs.marks, input_rows(programs)
+    loads = [(f"g_{g}", rows.load(k)) for k, g in enumerate(programs.gates)]
     if marks.head:
         loads.append(("head", f"tl.where(start_number(head_rows, {place}, lane, OK) >= 0, 1.0, 0.0)"))
     loads += [
@@ -125,9 +158,9 @@ def input_loads(programs: StepPrograms) -> list[tuple[str, str]]:
     return loads
 
 
-def at(load: str, row: str, ok: str) -> str:
-    """A load expression for one row, in the lanes that are `ok`."""
-    return load.replace("ROW", row).replace("OK", ok)
+def at(load: str, row: str, off: int, ok: str) -> str:
+    """A load expression for one row, `off` rows from where addresses stand, in the lanes that are `ok`."""
+    return load.replace("ROW", row).replace("OFF", str(off)).replace("OK", ok)
 
 
 def rows_at_once(operations: int, most: int) -> int:
@@ -141,28 +174,30 @@ def indent(lines: Sequence[str], depth: int = 1) -> list[str]:
 
 def running_loop(
     loads: Sequence[tuple[str, str]],
-    body: Callable[[str], list[str]],
+    body: Callable[[str, int], list[str]],
     *,
     first: str,
     count: str,
     step: int,
     group: int,
+    along: Sequence[Rows] = (),
 ) -> list[str]:
     """A loop over `count` rows from `first` on, forwards (step 1) or backwards (-1).
 
-    `loads` are (variable, load expression in ROW and OK) pairs. They are issued a whole group of rows before the group
-    that uses them, so that the latency of memory hides behind the arithmetic of a group. `group` rows make a group,
-    fewer where rows are long. `body` gives the statements for one row, whose number is in the named variable.
+    `loads` are (variable, load expression in ROW, OFF and OK) pairs. They are issued a whole group of rows before the
+    group that uses them, so that the latency of memory hides behind the arithmetic of a group. `group` rows make a
+    group, fewer where rows are long. `body` gives the statements for one row, whose number is in the named variable and
+    which lies the given number of rows from the present addresses of `along`.
     """
-    group = rows_at_once(len(body("row")) + 2 * len(loads), group)
+    group = rows_at_once(len(body("row", 0)) + 2 * len(loads), group)
 
-    def issue(prefix: str, row: str, ok: str) -> list[str]:
-        return [f"{prefix}{name} = {at(text, row, ok)}" for name, text in loads]
+    def issue(prefix: str, row: str, off: int, ok: str) -> list[str]:
+        return [f"{prefix}{name} = {at(text, row, off, ok)}" for name, text in loads]
 
     sign = "+" if step > 0 else "-"
-    lines = [f"whole = ({count}) // {group}"]
+    lines = [f"whole = ({count}) // {group}", *(rows.begin(f"({first})") for rows in along)]
     for u in range(group):
-        lines += issue(f"next{u}_", f"(({first}) {sign} {u})", "(mask & (whole > 0))")
+        lines += issue(f"next{u}_", f"(({first}) {sign} {u})", step * u, "(mask & (whole > 0))")
     lines.append("for turn in range(0, whole):")
     inner = [
         f"{name} = next{u}_{name[len(f'now{u}_') :]}"
@@ -171,14 +206,17 @@ def running_loop(
     ]
     inner.append(f"base = ({first}) {sign} turn * {group}")
     for u in range(group):
-        inner += issue(f"next{u}_", f"(base {sign} {group + u})", "(mask & (turn + 1 < whole))")
+        ahead = group + u
+        inner += issue(f"next{u}_", f"(base {sign} {ahead})", step * ahead, "(mask & (turn + 1 < whole))")
     for u in range(group):
         inner += [f"{name} = now{u}_{name}" for name, _ in loads]
         inner.append(f"row = base {sign} {u}")
-        inner += body("row")
+        inner += body("row", step * u)
+    inner += [rows.move(step * group) for rows in along]
     lines += indent(inner)
     lines.append(f"for rest in range(whole * {group}, {count}):")
     inner = [f"row = ({first}) {sign} rest"]
-    inner += issue("", "row", "mask")
-    inner += body("row")
+    inner += issue("", "row", 0, "mask")
+    inner += body("row", 0)
+    inner += [rows.move(step) for rows in along]
     return lines + indent(inner)

@@ -18,12 +18,24 @@ class Shape:
 
 
 def choose_shape(
-    batch: int, time: int, width: int, *, segment_len: int | None, warmup: int | None, passes: int, long_memory: bool
+    batch: int,
+    time: int,
+    width: int,
+    *,
+    segment_len: int | None,
+    warmup: int | None,
+    passes: int,
+    long_memory: bool,
+    half: bool = False,
 ) -> Shape:
     """The layout for (B, T, D), from times measured on an H200 (benchmarks/gpu_channelwise.py)."""
     lanes = batch * width
-    block = 32 if lanes <= 32768 else 64 if lanes <= 65536 else 128
-    warps = max(1, block // 32)
+    if half and lanes >= 2048:
+        # Two channels a thread: half as many loads for the same bytes in flight.
+        block, warps = 64, 1
+    else:
+        block = 32 if lanes <= 32768 else 64 if lanes <= 65536 else 128
+        warps = max(1, block // 32)
     loop = Shape(max(time, 1), 1, 0, block, warps, 1)
     if segment_len is None:
         # With this many channels the plain loop already keeps the memory busy; short ones end before a join would.

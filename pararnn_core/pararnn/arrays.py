@@ -131,6 +131,13 @@ def known(flag: Array) -> bool:
         return False
 
 
+def on_host(a: Array) -> bool:
+    """Whether the array's values are in the host's memory, so that looking at them waits for no device."""
+    place = array_api_compat.device(a)
+    kind = getattr(place, "type", None) or getattr(place, "platform", None) or str(place)
+    return kind == "cpu" or namespace_name(array_api_compat.array_namespace(a)) in ("numpy", "array_api_strict")
+
+
 def same_bits(xp: Namespace, a: Array, b: Array) -> Array:
     """Elementwise: equal, or both NaN. (Zeros of either sign count as equal.)"""
     return (a == b) | (xp.isnan(a) & xp.isnan(b))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pararnn.arrays import Array, Namespace, known
+from pararnn.arrays import Array, Namespace, known, on_host
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.cells.mixing import check_mix
 from pararnn.functions import log_sigmoid, sigmoid
@@ -52,6 +52,9 @@ class SLSTMEquations:
         return f if self.forget_gate == "exponential" else log_sigmoid(xp, f)
 
     def check_h0(self, xp: Namespace, h0: Array) -> None:
+        # On a device the check would wait for it; there such a state becomes NaN where it cannot be followed.
+        if not on_host(h0):
+            return
         c, n = h0[:, 0, ...], h0[:, 1, ...]
         if known(xp.any((n < 0.0) | ((n == 0.0) & (c != 0.0)))):
             raise ValueError(
@@ -83,7 +86,9 @@ class SLSTMLogEquations(SLSTMEquations):
 
     def encode(self, xp: Namespace, c: Array, n: Array, m: Array, h: Array) -> tuple[Array, ...]:
         empty = n == 0.0
-        u = xp.where(empty, xp.zeros_like(c), c / xp.where(empty, xp.ones_like(n), n))
+        # Memory without mass is no state of the cell (see check_h0) and has no coordinates.
+        none = xp.where(c == 0.0, xp.zeros_like(c), xp.full_like(c, math.nan))
+        u = xp.where(empty, none, c / xp.where(empty, xp.ones_like(n), n))
         return u, xp.log(n), m, h
 
     def decode(self, xp: Namespace, u: Array, l: Array, m: Array, h: Array) -> tuple[Array, ...]:
