@@ -54,7 +54,7 @@ def newton_apply(
             f"newton_apply: under JAX's transformations only the backend 'jax' runs, others ask arrays for their "
             f"values; here {why}. sequential_apply can be traced"
         )
-    return _differentiable(problem.config, _known(cell), x, h0, guess)
+    return _differentiable(problem.config, known_to_jax(cell), x, h0, guess)
 
 
 def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **packing: Any) -> Array:
@@ -62,18 +62,18 @@ def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **packing: An
     problem = make_problem("sequential_apply", cell, x, h0, **packing)
     if problem.packed:
         return run_sequential(replace(problem, xp=namespace))
-    return _loop(_known(cell), x, h0)
+    return _loop(known_to_jax(cell), x, h0)
 
 
 def solve_now(problem: Problem) -> tuple[Array, NewtonStats]:
     """The solve of a checked problem, and its stats."""
-    states, report = _solved(problem.config, _known(problem.cell), problem.x, problem.h0, problem.guess)
+    states, report = _solved(problem.config, known_to_jax(problem.cell), problem.x, problem.h0, problem.guess)
     return states, stats_of(problem, states, report, NAME)
 
 
 def pull_back_now(problem: Problem, states: Array, cotangent: Array) -> Gradients:
     """Gradients of Σ cotangent · states."""
-    cell, x, h0 = _pulled_back(problem.config, _known(problem.cell), problem.x, problem.h0, states, cotangent)
+    cell, x, h0 = _pulled_back(problem.config, known_to_jax(problem.cell), problem.x, problem.h0, states, cotangent)
     return Gradients(x, dict(cell.arrays), h0)
 
 
@@ -82,7 +82,7 @@ def _is_traced(problem: Problem) -> bool:
     return any(isinstance(a, jax.core.Tracer) for a in given)
 
 
-def _known(cell: ChannelwiseCell) -> ChannelwiseCell:
+def known_to_jax(cell: ChannelwiseCell) -> ChannelwiseCell:
     """The cell, its class known to JAX."""
     register_cell(type(cell))
     return cell

@@ -53,7 +53,9 @@ class JaxBackend(Backend):
     # Above the plain array backend, which asks arrays for their values and runs one operation after the other.
     priority = 1
     front = JaxFront()
-    offers: Mapping[str, str] = MappingProxyType({})
+    offers: Mapping[str, str] = MappingProxyType(
+        {"newton_apply_over_time": "pararnn_jax.sharding:newton_apply_over_time"}
+    )
 
     def probe(self) -> str | None:
         return None if _has_jax() else "jax is not installed; pip install 'pararnn[jax]'"

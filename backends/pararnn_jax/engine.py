@@ -51,6 +51,10 @@ class JaxEngine(ArrayEngine):
         # Whether loops are Pallas kernels where Pallas can build them; "interpret" runs them without a GPU.
         self.kernels: bool | str = kernels_for(platform)
 
+    def repeats_bits(self, like: Array) -> bool:
+        # An array that is sharded is on no one device.
+        return super().repeats_bits(jnp.zeros((), like.dtype))
+
     def function(self, loop: LoopProgram) -> Any:
         return lambda xp, *operands: evaluate(loop.program, *operands)
 

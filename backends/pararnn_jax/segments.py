@@ -6,6 +6,7 @@ given up. What is given up is marked, and the whole solve lets the time loop fin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,21 +34,44 @@ class Traced(NamedTuple):
 
 @dataclass
 class _Pass(Tangents):
-    """A pass with tangents that keeps the states after each step only; `starts` are those before the first."""
+    """A pass with tangents that keeps the states after each step only.
+
+    `starts` are those before the first step of the segments that are run here; `shared` makes lanes of all segments
+    from lanes of these.
+    """
 
     starts: list[Array]
+    shared: Callable[[Array], Array]
 
     @property
     def steps(self) -> int:
         return int(self.states[0].shape[0])
 
+    @property
+    def ends(self) -> list[Array]:
+        return [self.shared(s[-1, :]) for s in self.states]
+
     def sizes(self, xp: Namespace, first: int = 0) -> list[Array]:
         inside = super().sizes(xp)
-        return inside if first else [xp.maximum(s, _finite(b)) for s, b in zip(inside, self.starts, strict=True)]
+        if not first:
+            inside = [xp.maximum(s, _finite(b)) for s, b in zip(inside, self.starts, strict=True)]
+        return [self.shared(s) for s in inside]
 
 
 class TracedSolver(WindowSolver):
-    """`WindowSolver` whose decisions are arrays, so that it can be traced, mapped and compiled."""
+    """`WindowSolver` whose decisions are arrays, so that it can be traced, mapped and compiled.
+
+    Starts, ends and everything at the joints are lanes of all segments; gates and states may be those of some of them,
+    which run here (see `sharding`).
+    """
+
+    def _here(self, lanes: Array) -> Array:
+        """The lanes of the segments that run here."""
+        return lanes
+
+    def _shared(self, lanes: Array) -> Array:
+        """The lanes of all segments, from those of the segments that run here."""
+        return lanes
 
     def run(
         self,
@@ -62,7 +86,7 @@ class TracedSolver(WindowSolver):
         """One window; the arguments are those of `solve`, but `error` is always given."""
         if window.segments == 1:
             return self._one(window, gates, params, start, error)
-        wide = [jnp.tile(p, (window.segments,)) for p in params]
+        wide = [self._here(jnp.tile(p, (window.segments,))) for p in params]
         if guess is None:
             guess = self._first_starts(window, gates, wide, start, zero)
         starts = [jnp.concatenate([s, g]) for s, g in zip(start, guess, strict=True)]
@@ -72,20 +96,21 @@ class TracedSolver(WindowSolver):
 
     def _advance_tangent(self, gates: list[Array], wide: list[Array], starts: list[Array]) -> Tangents:
         programs, size = self.programs, self.programs.size
+        starts = [self._here(s) for s in starts]
         one, none = jnp.ones_like(starts[0]), jnp.zeros_like(starts[0])
         identity = [one if i == j else none for i, j in programs.m.where]
         scan: Any = self.engine
         out = scan.scan(programs.advance_tangent, [*starts, *identity, *identity], gates, wide, keep=size)
         entries = len(identity)
-        return _Pass(out.kept, out.carry[size : size + entries], out.carry[size + entries :], starts)
+        found = [self._shared(a) for a in out.carry[size:]]
+        return _Pass(out.kept, found[:entries], found[entries:], starts, self._shared)
 
     def _picard_starts(self, window: Window, gates: list[Array], wide: list[Array], start: list[Array]) -> list[Array]:
         m, count, cell = window.channels, window.segments, self.cell
-        rows = [g[:, : (count - 1) * m] for g in gates]
-        dropped = [jnp.zeros_like(p[: (count - 1) * m]) for p in wide]
-        alone = self.engine.loop(self.programs.advance, cell.empty(jnp, rows[0][0, :]), rows, dropped).carry
-        joints = [alone, [jnp.sum(r, axis=0) for r in rows], [r[-1, :] for r in rows]]
-        joints = [[a.reshape((count - 1, m)) for a in part] for part in joints]
+        dropped = [jnp.zeros_like(p) for p in wide]
+        alone = self.engine.loop(self.programs.advance, cell.empty(jnp, gates[0][0, :]), gates, dropped).carry
+        joints = [alone, [jnp.sum(g, axis=0) for g in gates], [g[-1, :] for g in gates]]
+        joints = [[self._shared(a).reshape((count, m))[: count - 1] for a in part] for part in joints]
 
         def join(state: list[Array], row: list[list[Array]]) -> tuple[list[Array], list[Array]]:
             new = list(cell.frozen_join(jnp, state, *row))
@@ -96,6 +121,7 @@ class TracedSolver(WindowSolver):
 
     def _plain(self, gates: list[Array], wide: list[Array], starts: list[Array]) -> list[Array]:
         scan: Any = self.engine
+        starts = [self._here(s) for s in starts]
         return scan.scan(self.programs.advance, starts, gates, wide, keep=self.programs.size).kept
 
     def _one(
@@ -126,8 +152,9 @@ class TracedSolver(WindowSolver):
         """By channel: whether all joints match bit for bit, and the largest finite gap at one, (m,)."""
         lanes, match, gap = (count - 1) * m, jnp.asarray(True), jnp.zeros((), rows[0].dtype)
         for r, s in zip(rows, starts, strict=True):
-            match = match & same_bits(jnp, r[-1, :lanes], s[m:])
-            gap = jnp.maximum(gap, _finite(r[-1, :lanes] - s[m:]))
+            end = self._shared(r[-1, :])[:lanes]
+            match = match & same_bits(jnp, end, s[m:])
+            gap = jnp.maximum(gap, _finite(end - s[m:]))
         return jnp.all(match.reshape((count - 1, m)), axis=0), jnp.max(gap.reshape((count - 1, m)), axis=0)
 
     def _until_settled(
@@ -161,7 +188,7 @@ class TracedSolver(WindowSolver):
             give_up = ~done & ((stalled >= PATIENCE) | (passes >= settings.max_passes))
             leave = now.open & (done | give_up)
             # What leaves, accepted or not, hands over the states of this pass.
-            lanes = jnp.tile(leave, (count,))
+            lanes = self._here(jnp.tile(leave, (count,)))
             inexact = done & ~exact
             estimate = jnp.where(give_up, jnp.inf, jnp.where(inexact, found.estimate, none))
             still = now.open & ~leave
@@ -194,7 +221,7 @@ class TracedSolver(WindowSolver):
             jnp.zeros((), none.dtype),
         )
         last = lax.while_loop(lambda now: jnp.any(now.open), body, first)
-        end = [r[-1, (count - 1) * m :] for r in last.rows]
+        end = [self._shared(r[-1, :])[(count - 1) * m :] for r in last.rows]
         return Traced(last.rows, end, last.error, last.estimate, last.passes, last.corrections, last.mismatch)
 
     def _ordered(

@@ -67,8 +67,9 @@ def common_namespace(what: str, **arrays: Array | None) -> Namespace:
     if len(found) > 1:
         listing = ", ".join(f"{n} is {namespace_name(xp)}" for n, xp in names.items())
         raise TypeError(f"{what}: all arrays must come from one library, but {listing}; convert them to one")
-    # An array that a JAX transformation traces is on no device yet.
-    devices = {n: d for n, a in given.items() if (d := array_api_compat.device(a)) is not None}
+    # An array that a JAX transformation traces is on no device yet, and one that is sharded is on several.
+    found_on = {n: array_api_compat.device(a) for n, a in given.items()}
+    devices = {n: d for n, d in found_on.items() if d is not None and not hasattr(d, "device_set")}
     if len(set(map(str, devices.values()))) > 1:
         listing = ", ".join(f"{n} on {d}" for n, d in devices.items())
         raise ValueError(f"{what}: all arrays must be on one device, but {listing}; move them to one")

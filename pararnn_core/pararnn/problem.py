@@ -73,7 +73,9 @@ class Problem:
 
     @property
     def device(self) -> Any:
-        return array_api_compat.device(self.x)
+        """Where new arrays go; None, the library's own choice, where the input is spread over several devices."""
+        found = array_api_compat.device(self.x)
+        return None if hasattr(found, "device_set") else found
 
     @property
     def state_shape(self) -> tuple[int, ...]:
