@@ -111,7 +111,7 @@ def test_packed_sequences_in_any_order(kind, lengths):
 def test_a_packed_sequence_comes_back_as_one():
     module = make("lstm", bidirectional=True)
     packed = pack_padded_sequence(draw(9, 3, 3), torch.tensor([2, 9, 5]), enforce_sorted=False)
-    (found, _), (wanted, _) = parallelize(module)(packed), module(packed)
+    (found, _), (wanted, _) = parallelize(module, config=SEGMENTS)(packed), module(packed)
     assert type(found) is type(wanted) and torch.equal(found.batch_sizes, wanted.batch_sizes)
     (a, lengths), (b, others) = pad_packed_sequence(found), pad_packed_sequence(wanted)
     assert torch.equal(lengths, others) and (a - b).abs().max() < 1e-12
@@ -129,7 +129,7 @@ def test_unbatched_input(kind):
 @pytest.mark.parametrize("lengths", [None, [19, 7, 7]])
 def test_dropout_acts_between_layers_while_training_and_one_seed_drops_the_same(kind, lengths):
     module = make(kind, num_layers=3, dropout=0.4, batch_first=True)
-    parallel = parallelize(module)
+    parallel = parallelize(module, config=SEGMENTS)
     x = draw(3, 19, 3)
     assert_same(run_with_gradients(parallel, x, None, lengths), run_with_gradients(module, x, None, lengths))
     first, second = (run_with_gradients(parallel, x, None, lengths, seed=s)[0][0] for s in (1, 2))
@@ -162,6 +162,7 @@ def test_more_than_65535_steps():
     with torch.no_grad():
         found, wanted = parallel(x), module(x)
     assert (found[0] - wanted[0]).abs().max() < 1e-10 and (found[1] - wanted[1]).abs().max() < 1e-10
+    assert parallel.last_stats.path == "segments"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,13 +208,66 @@ def test_nan_stays_in_its_sequence_and_from_its_step_on(kind):
     assert (found - wanted).nan_to_num().abs().max() < 1e-10
 
 
+# Where torch.nn's own loop is faster, it runs.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [None, [5, 9, 2]])
+def test_short_sequences_are_left_to_torchs_own_loop(kind, lengths):
+    module = make(kind, num_layers=2, bidirectional=True, batch_first=True)
+    parallel = parallelize(module)
+    for hx in (None, starts_for(module, 3)):
+        found = run_with_gradients(parallel, draw(3, 9, 3), hx, lengths, sort=False)
+        assert_same(found, run_with_gradients(module, draw(3, 9, 3), hx, lengths, sort=False), 0.0)
+    stats = parallel.last_stats
+    assert (stats.path, stats.scan_backend, stats.exact) == ("sequential", "torch.nn", True) and stats.reason
+
+
+def test_orders_are_followed_and_long_sequences_are_not_left():
+    module, x = make("gru", batch_first=True), draw(1, 9, 3)
+    for config in (SEGMENTS, NewtonConfig(scan_backend="torch"), NewtonConfig(exact=True)):
+        parallel = parallelize(module, config=config)
+        assert_same(run_with_gradients(parallel, x), run_with_gradients(module, x))
+        assert parallel.last_stats.scan_backend != "torch.nn"
+    parallel = parallelize(module)
+    parallel(draw(1, 4000, 3))
+    assert parallel.last_stats.path == "segments"
+
+
+def test_a_chaotic_network_is_right_and_then_left_to_torch_for_a_while():
+    module = make("tanh", 2, 64, batch_first=True)
+    with torch.no_grad():
+        module.weight_hh_l0.mul_(6.0)
+    parallel, x = parallelize(module), draw(1, 3000, 2)
+    with torch.no_grad():
+        wanted = module(x)[0]
+        # Chaos doubles a rounding every step or so; what the loop makes of other roundings is as right.
+        close = (wanted[:, :20] - parallel(x)[0][:, :20]).abs().max()
+        assert close < 1e-6 and parallel.last_stats.walked == 1.0
+        for _ in range(16):
+            assert torch.equal(parallel(x)[0], wanted) and "did not settle" in parallel.last_stats.reason
+        parallel(x)
+    assert parallel.last_stats.scan_backend != "torch.nn"
+
+
+def test_autocast_changes_nothing_about_the_recurrence():
+    module = make("gru", 3, 5, batch_first=True, dtype=torch.float32)
+    x = draw(2, 40, 3, dtype=torch.float32)
+    for config in (None, SEGMENTS):
+        parallel = parallelize(module, config=config)
+        with torch.autocast("cpu", torch.bfloat16):
+            found, from_half = parallel(x)[0], parallel(x.bfloat16(), torch.zeros(1, 2, 5).bfloat16())[0]
+        assert torch.equal(found, parallel(x)[0])
+        assert from_half.dtype == torch.float32 and 0.0 < (from_half - found).abs().max() < 2e-2
+
+
 # One network: weights, state_dict, copies, optimisers.
 
 
 def test_weights_are_shared_not_copied():
     module = make("lstm", num_layers=2, bidirectional=True)
     before = dict(module.__dict__)
-    parallel = parallelize(module)
+    parallel = parallelize(module, config=SEGMENTS)
     for (name, ours), (theirs_name, theirs) in zip(
         parallel.named_parameters(), module.named_parameters(), strict=True
     ):
@@ -231,7 +285,7 @@ def test_weights_are_shared_not_copied():
 
 def test_state_dict_in_and_out():
     module, other = make("gru", num_layers=2), make("gru", num_layers=2, seed=9)
-    parallel, x = parallelize(module), draw(20, 2, 3)
+    parallel, x = parallelize(module, config=SEGMENTS), draw(20, 2, 3)
     assert list(parallel.state_dict()) == list(module.state_dict())
     parallel.load_state_dict(other.state_dict())
     assert (parallel(x)[0] - other(x)[0]).abs().max() < 1e-12
@@ -251,14 +305,14 @@ def test_copies_are_networks_of_their_own():
 
 
 def test_dtype_and_mode_follow():
-    parallel = parallelize(make("gru", dtype=torch.float32))
+    parallel = parallelize(make("gru", dtype=torch.float32), config=SEGMENTS)
     assert parallel.double()(draw(9, 2, 3))[0].dtype == torch.float64
     assert parallel.half()(draw(9, 2, 3, dtype=torch.float16))[0].dtype == torch.float16
     assert parallel.training and not parallel.eval().training
 
 
 def test_a_parametrization_on_the_result_is_used():
-    parallel, x = parallelize(make("gru")), draw(30, 2, 3)
+    parallel, x = parallelize(make("gru"), config=SEGMENTS), draw(30, 2, 3)
     twin = copy.deepcopy(parallel)
     with torch.no_grad():
         twin.weight_hh_l0.mul_(0.5)
@@ -329,7 +383,7 @@ class Tagger(nn.Module):
 def test_a_model_keeps_its_shape_and_the_given_one_is_left_alone():
     torch.manual_seed(0)
     model = Tagger().eval()
-    parallel = parallelize(model)
+    parallel = parallelize(model, config=SEGMENTS)
     assert type(parallel) is Tagger and parallel is not model
     assert type(model.rnn) is nn.GRU and type(parallel.rnn).__name__ == "ParallelGRU"
     assert parallel.again is parallel.rnn is parallel.plain["first"][0] and parallel.call.__self__ is parallel

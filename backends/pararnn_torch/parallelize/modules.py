@@ -12,7 +12,9 @@ from torch.nn.utils.rnn import PackedSequence
 from pararnn.cells.mixing import MixingCell
 from pararnn.config import NewtonConfig
 from pararnn.stats import NewtonStats
+from pararnn_torch.apply import apart, autocasts, is_tracked
 from pararnn_torch.compiled import ticket_for
+from pararnn_torch.parallelize.native import NativeChoice, native_stats
 from pararnn_torch.parallelize.packed import Lengths
 from pararnn_torch.parallelize.weights import Orders, Weights, kind_of, run
 from pararnn_torch.rnn import worst
@@ -56,6 +58,7 @@ class ParallelLayers(nn.RNNBase):
         first, upper = (kind_of(self.mode, features, self.hidden_size) for features in (self.input_size, above))
         self._kinds = (first, upper)
         self._ticket = ticket_for(self)
+        self._choice = NativeChoice()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -97,6 +100,9 @@ class ParallelLayers(nn.RNNBase):
             starts = starts if batch_axis is not None else tuple(s[:, None] for s in starts)
         if not input.shape[time_axis]:
             raise RuntimeError(f"{self._name}: the sequence must have at least one step, got {tuple(input.shape)}")
+        self._check(x, starts)
+        if why := self._why_native(x, starts):
+            return self._native(why, x.shape[1], input, hx)
         out, ends = self._run(x, starts, None)
         if batch_axis is None:
             return out[0], self._outgoing(tuple(e[:, 0] for e in ends))
@@ -115,7 +121,11 @@ class ParallelLayers(nn.RNNBase):
         starts = self._starts(hx)
         if starts is not None and order is not None:
             starts = tuple(s.index_select(1, order) for s in starts)
-        out, ends = self._run(lengths.padded(data), starts, lengths)
+        x = lengths.padded(data)
+        self._check(x, starts)
+        if why := self._why_native(x, starts):
+            return self._native(why, x.shape[1], input, hx)
+        out, ends = self._run(x, starts, lengths)
         if back is not None:
             ends = tuple(e.index_select(1, back) for e in ends)
         return PackedSequence(lengths.packed(out), batch_sizes, order, back), self._outgoing(ends)
@@ -164,9 +174,24 @@ class ParallelLayers(nn.RNNBase):
             getattr(self, f"weight_hr{end}") if self.proj_size else None,
         )
 
+    def _why_native(self, x: torch.Tensor, starts: Starts | None) -> str | None:
+        """The reason to leave this forward to torch.nn's own loop, or None."""
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return None
+        tracked = is_tracked(x, *(starts or ()), *self.parameters())
+        return self._choice.why_native(self.mode, self._weights(0, False), x.shape[:2], self.config, tracked)
+
+    def _native(self, why: str, time: int, input: Any, hx: Any) -> Any:
+        """torch.nn's own forward, like ours in the dtype of the weights whatever autocast says."""
+        weight = self._weights(0, False).ih
+        self.heard(native_stats(time, why))
+        if autocasts(weight.device):
+            input, hx = input.to(weight.dtype), _cast(hx, weight.dtype)
+        with apart(weight.device):
+            return super().forward(input, hx)
+
     def _run(self, x: torch.Tensor, starts: Starts | None, lengths: Lengths | None) -> tuple[torch.Tensor, Starts]:
         """The output (B, T, ·) on x (B, T, I), and the last states, each (layers·directions, B, ·)."""
-        self._check(x, starts)
         orders = Orders(self.config, self._ticket)
         ends: list[Starts] = []
         for layer in range(self.num_layers):
@@ -182,6 +207,8 @@ class ParallelLayers(nn.RNNBase):
         if reports := orders.reports:
             # Compiled solves report by themselves, one by one.
             self.heard(reports[0] if len(reports) == 1 else worst(reports))
+            if self.last_stats is not None and self.last_stats.walked == 1.0:
+                self._choice.rest()
         return x, tuple(torch.stack(each) for each in zip(*ends, strict=True))
 
     def _direction(
@@ -245,6 +272,10 @@ def parallel_layers(module: nn.RNNBase, config: NewtonConfig) -> ParallelLayers:
     """The module's parallel twin; one that is a twin already gets the new configuration."""
     kind = type(module) if isinstance(module, ParallelLayers) else PARALLEL[type(module)]
     return kind.sharing(module, config)
+
+
+def _cast(hx: Any, dtype: torch.dtype) -> Any:
+    return hx.to(dtype) if isinstance(hx, torch.Tensor) else hx and tuple(h.to(dtype) for h in hx)
 
 
 def _own(value: Any) -> Any:

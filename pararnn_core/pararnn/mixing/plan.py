@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
@@ -34,10 +35,13 @@ class MixCosts:
     def step_us(self, work: StepWork, rows: int, item: int, *, tangent: bool) -> float:
         """Predicted time of one step of `rows` rows."""
         simple, heavy = (work.tangent_simple, work.tangent_heavy) if tangent else (work.simple, work.heavy)
-        mixed = work.inner * work.width * work.products
-        multiply = max(2.0 * rows * mixed / self.flops_us, item * mixed / self.bytes_us)
         elements = rows * work.width * 1e-3 * (simple * self.simple_ns + heavy * self.heavy_ns) * item / 4
-        return (simple + heavy + 3 * work.stages) * self.call_us + elements + multiply
+        return (simple + heavy + 3 * work.stages) * self.call_us + elements + self.product_us(work, rows, item)
+
+    def product_us(self, work: StepWork, rows: int, item: int) -> float:
+        """Predicted time of a step's matrix products alone."""
+        mixed = work.inner * work.width * work.products
+        return max(2.0 * rows * mixed / self.flops_us, item * mixed / self.bytes_us)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class MixPlan:
     warmup: int
     max_passes: int | None
     reason: str
+    # Of the whole forward; NaN where nothing was compared.
+    predicted_us: float = math.nan
 
     def windows(self, time: int) -> Iterator[tuple[int, int, int]]:
         """(first step, L, C) of each window; what is left over at the end is one short segment of its own."""
@@ -97,6 +103,10 @@ class MixPlan:
             count = min(self.segments, (time - start) // length)
             yield start, length, count
             start += length * count
+
+
+def costs_of(problem: Problem) -> MixCosts:
+    return _COSTS.get(namespace_name(problem.xp), _COSTS["numpy"])
 
 
 def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
@@ -120,7 +130,7 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
         count = max(1, min(limit // wanted, WINDOW_BYTES // max(1, wanted * per_step)))
         why = f"segment_len={wanted} was asked for" if config.segment_len else f"{pinned} corrections were asked for"
         return MixPlan("segments", wanted, count, min(warmup, wanted), config.max_passes, why)
-    costs = _COSTS.get(namespace_name(problem.xp), _COSTS["numpy"])
+    costs = costs_of(problem)
     loop = time * costs.step_us(work, rows, item, tangent=False)
     best: tuple[float, MixPlan] | None = None
     for length in SEGMENT_LENGTHS:
@@ -143,12 +153,12 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
             best = predicted, MixPlan(
                 "segments", length, count, before, most,
                 f"segments of {length} turn {time} matrix-vector products into {length} products of {count * batch} "
-                f"rows: predicted {loop / predicted:.1f}x faster than the loop",
+                f"rows: predicted {loop / predicted:.1f}x faster than the loop", predicted,
             )  # fmt: skip
     if best is not None and best[0] * MARGIN < loop:
         return best[1]
     gain = f"{loop / best[0]:.2f}x" if best is not None else "no gain"
     return MixPlan(
         "sequential", time, 1, 0, None,
-        f"{time} steps of {batch} sequences run fastest as one loop: segments would bring {gain}",
+        f"{time} steps of {batch} sequences run fastest as one loop: segments would bring {gain}", loop,
     )  # fmt: skip
