@@ -1,14 +1,17 @@
 """Speed of the channelwise kernels on a CUDA card, behind a correctness gate: `python benchmarks/gpu_channelwise.py`.
 
 Prints, in one run: the copy bandwidth, the floor (gate inputs read once, states written once), our kernels under graph
-replay and as plain calls, cuDNN's dense GRU, and the plain one-kernel time loop. `--tune` tries layouts.
-Saves results/gpu_channelwise.json.
+replay and as plain calls, cuDNN's dense GRU, and the plain one-kernel time loop; with `--pararnn-torch FOLDER` and
+`--apple FILE` those kernels at the same shapes (see gpu_peers.py). `--tune` tries layouts. Saves
+results/gpu_channelwise.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import subprocess
 import sys
 import time as clock
 from pathlib import Path
@@ -16,6 +19,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gpu_timing import called_ms, replayed_ms
 from timing import header, save
 
 from pararnn import NewtonConfig, ParaGRU, ParaLSTM, ParaSLSTM, newton_vjp
@@ -28,45 +32,6 @@ BARS = dict(zip(SHAPES, (0.03, 0.05, 0.25, 0.25, 0.04, 0.80), strict=True))
 LAYERS = ((8, 2048, 256), (16, 4096, 1024))
 TOL, ACCEPT = 1e-5, 5e-5
 DEVICE = "cuda"
-
-
-def replayed_ms(run, repeats: int = 40) -> float:
-    """Milliseconds of one run under graph replay."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        run()
-    for _ in range(20):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
-
-
-def called_ms(run, repeats: int = 30) -> tuple[float, float]:
-    """Milliseconds of one plain call on the device, and microseconds that the host spends in it."""
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    first = clock.perf_counter()
-    for _ in range(repeats):
-        run()
-    host = (clock.perf_counter() - first) / repeats * 1e6
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / repeats, host
 
 
 def copy_bandwidth() -> float:
@@ -159,6 +124,21 @@ def cudnn_ms(batch: int, time: int, width: int) -> float | None:
         return None
 
 
+def add_peers(rows: list[dict], library: str, path: str) -> None:
+    """Adds a peer's milliseconds to the rows in float32, measured in a process of its own."""
+    mine = {f"{row['B']},{row['T']},{row['D']}": row for row in rows if row["dtype"] == "float32"}
+    command = [sys.executable, str(Path(__file__).with_name("gpu_peers.py")), library, path, *mine]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        print(f"{library}: left out: {(done.stderr.strip().splitlines() or ['it failed'])[-1]}")
+        return
+    for found in json.loads(done.stdout.splitlines()[-1]):
+        row = mine[found["shape"]]
+        if "ms" in found:
+            row[f"{library}_ms"], row[f"{library}_error"] = found["ms"], found.get("error")
+        print(library, found, f"ours {row['ours_ms']:.4f}", flush=True)
+
+
 def show(row) -> None:
     bar = BARS.get((row["B"], row["T"], row["D"]), float("nan"))
     extra = "".join(f" {k[:-3]} {row[k]:.3f}" for k in ("loop_ms", "cudnn_ms") if row.get(k))
@@ -238,6 +218,9 @@ def main() -> None:
         "--shapes", type=int, nargs="*", default=range(len(SHAPES)), help="which shapes; none: layers only"
     )
     parser.add_argument("--save", default="gpu_channelwise", help="name of the results file")
+    parser.add_argument("--pararnn-torch", metavar="FOLDER", help="where to import that package from")
+    parser.add_argument("--apple", metavar="FILE", help="a built library of ml-pararnn's CUDA parts")
+    parser.add_argument("--no-layers", action="store_true", help="kernels only")
     options = parser.parse_args()
     began = clock.perf_counter()
     bandwidth = copy_bandwidth()
@@ -264,8 +247,13 @@ def main() -> None:
             if row:
                 rows.append(row)
                 show(row)
+    for library, path in (("torch", options.pararnn_torch), ("apple", options.apple)):
+        if path and rows:
+            add_peers(rows, library, path)
     head["seconds"] = round(clock.perf_counter() - began, 1)
     save(options.save, head, rows)
+    if options.no_layers:
+        return
     for (batch, time, width), kind in itertools.product(LAYERS, (ParaGRU, ParaLSTM, ParaSLSTM)):
         row = layer_row(kind, batch, time, width)
         rows.append(row)
