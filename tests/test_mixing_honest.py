@@ -143,3 +143,14 @@ def test_a_good_guess_saves_passes():
     states = newton_apply(cell, x, config, stats=cold)
     again = newton_apply(cell, x, config, guess=states, stats=warm)
     assert warm.passes < cold.passes and np.abs(again - states).max() < 1e-10
+
+
+@pytest.mark.filterwarnings("ignore::pararnn.NotConvergedWarning")
+def test_a_pinned_solve_obeys_omega_and_ends_at_its_residual():
+    cell, x = problem("gru update +5, copy", np.float64)
+    common = {"max_iters": 20, "segment_len": 64, "residual_fail": None}
+    early, relaxed = NewtonStats(), NewtonStats()
+    newton_apply(cell, x, NewtonConfig(residual_atol=1e-3, **common), stats=early)
+    assert early.iters < 20 and early.residual_history[-1] < 1e-3 <= early.residual_history[-2]
+    newton_apply(cell, x, NewtonConfig(residual_atol=1e-3, omega=0.5, **common), stats=relaxed)
+    assert relaxed.iters > early.iters

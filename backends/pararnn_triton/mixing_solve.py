@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from pararnn.adjoint import Gradients
+from pararnn.apart import pull_back_apart, solve_apart
 from pararnn.cells.mixing import MixingCell, multiply
 from pararnn.config import NewtonConfig
 from pararnn.mixing.joints import JointSettings, settle
@@ -90,6 +91,8 @@ def _filled(problem: Problem, cell: MixingCell) -> Board:
 
 def solve_mixing_on_cuda(problem: Problem) -> tuple[torch.Tensor, NewtonStats]:
     """States (B, T, …) and what was done."""
+    if problem.packed:
+        return solve_apart(problem, solve_mixing_on_cuda)
     chosen = plan(problem)
     xp = problem.xp
     cell = cast(MixingCell, solve_cell_of(problem.cell, problem.config) if chosen.path == "segments" else problem.cell)
@@ -172,6 +175,8 @@ def _result(problem: Problem, cell: MixingCell, board: Board) -> torch.Tensor:
 
 def pull_back_mixing_on_cuda(problem: Problem, states: torch.Tensor, cotangent: torch.Tensor) -> Gradients:
     """Gradients of Σ cotangent · states for a solved trajectory."""
+    if problem.packed:
+        return pull_back_apart(problem, pull_back_mixing_on_cuda, states, cotangent)
     cell = cast(MixingCell, problem.cell)
     batch, time, features, width = problem.shape
     board = _filled(problem, cell)

@@ -38,8 +38,10 @@ class JointSettings:
     accept: float
     exact: bool
     max_passes: int
-    # A pinned number of corrections: no test, no finish.
+    # A pinned number of corrections: no test, no finish; each is relaxed by omega, and they end early at the residual.
     corrections: int | None = None
+    omega: float = 1.0
+    residual_atol: float | None = None
     bounds: Sequence[tuple[float, float] | None] = ()
     logarithmic: Sequence[bool] = ()
     # Where slots have no scale of their own, as cotangents do not.
@@ -115,7 +117,8 @@ def settle(joints: Joints, settings: JointSettings, error: np.ndarray) -> Settle
         out.error, out.end_error, out.exact = within, at_end, bool(np.all(norms == 0.0))
         done = np.zeros(batch, bool)
         if settings.corrections is not None:
-            if out.corrections == settings.corrections:
+            small = settings.residual_atol is not None and worst < settings.residual_atol
+            if small or out.corrections == settings.corrections:
                 break
         else:
             joined = np.all(norms == 0.0, axis=1)
@@ -197,6 +200,8 @@ class ArrayJoints:
         xp, batch, count = self.xp, self.batch, self.count
         old_s, old_e = self.s, self.e
         new = _corrected(xp, self.s, self.e, self.m, self.entries, self.boxes)
+        if self.settings.omega != 1.0:
+            new = [a + self.settings.omega * _gap(xp, b, a) for a, b in zip(old_s, new, strict=True)]
         where = _device(new[0])
         moved = xp.zeros((batch, count), dtype=xp.bool, device=where)
         for a, b in zip(new, old_s, strict=True):

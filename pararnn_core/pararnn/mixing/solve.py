@@ -74,6 +74,8 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
         exact=config.exact,
         max_passes=config.max_passes or plan.max_passes or DEFAULT_MAX_PASSES,
         corrections=pinned,
+        omega=1.0 if pinned is None else float(config.omega),
+        residual_atol=config.residual_atol,
         bounds=rows.bounds,
         logarithmic=rows.logarithmic,
     )
