@@ -19,6 +19,7 @@ from pararnn.linear_attention import (
     rwkv6_vjp,
     rwkv7,
     rwkv7_vjp,
+    windows,
 )
 
 INF = float("inf")
@@ -571,3 +572,35 @@ def test_long_decays_lose_no_digits_to_what_came_before():
 def test_nothing_heavy_is_imported():
     code = "import sys, pararnn.linear_attention; print([m for m in ('torch', 'jax', 'triton') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", [gla, rwkv6])
+@pytest.mark.parametrize("shared", [False, True])
+def test_windows_of_numpy_choose_by_their_decays(kind, shared, monkeypatch):
+    """Mild windows take one anchor a chunk, the others are halved; both are the loop's, up to their border."""
+    monkeypatch.setattr(windows, "ENTRIES", 1 << 9)
+    anchored = []
+    mild = windows.mild
+
+    def watched(*call):
+        found = mild(*call)
+        anchored.append(found is not None)
+        return found
+
+    monkeypatch.setattr(windows, "mild", watched)
+    args, state = inputs(kind, 640, batch=2, heads=2, dtype=np.float32)
+    g = args[3][..., :1] if shared else args[3]
+    g = g.copy()
+    g[:, :128] = -windows.MILD / 16.001  # just inside
+    g[:, 128:256] = -windows.MILD / 15.9
+    g[:, 300], g[:, 400] = -INF, -300.0
+    args = (*args[:3], g, *args[4:])
+    wide = [x.astype(np.float64) for x in (*args, state)]
+    wanted, final = kind(*wide[:-1], initial_state=wide[-1], form="recurrent", output_final_state=True)
+    with np.errstate(all="raise"):
+        out, last = kind(*args, initial_state=state, form="chunk", chunk=16, output_final_state=True)
+    assert anchored == [True, True, False, False, False, True, False, True, True, True]
+    assert gap(out, wanted) < 1e-5 and gap(last, final) < 1e-5
+    sick = tuple(x.copy() for x in args)
+    sick[3][0, 70, 1, 0] = np.nan
+    assert np.isnan(kind(*sick, form="chunk", chunk=16)[0][0, 71:, 1]).all()

@@ -47,7 +47,7 @@ def gla(
         output_final_state: whether the state after the last step is wanted.
         form: "recurrent" (a loop over time), "chunk" (chunks cut into halves), "subchunk" (the pairs inside a subchunk
             decayed one by one), "log" (logarithms; k, v > 0), "kernel" (a backend's), or "auto".
-        chunk, subchunk: rows, powers of two; 64, and 16 for form="subchunk", if None.
+        chunk, subchunk: rows, powers of two; 64 (32 on NumPy), and 16 for form="subchunk", if None.
         cu_seqlens: (S + 1,) integers 0 … T: sequences packed along T into a batch of one.
 
     Returns:

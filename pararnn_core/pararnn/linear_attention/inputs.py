@@ -27,8 +27,8 @@ from pararnn.linear_attention.frame import Frame, frame_of, offsets_of
 FORMS = ("auto", "recurrent", "chunk", "subchunk", "log", "kernel")
 # Up to here a loop over time needs no more operations than the chunks do.
 SHORT = 8
-# Rows of a chunk. Twice as many double the work inside chunks and halve that on states.
-CHUNK = 64
+# Rows of a chunk. Twice as many double the work inside chunks and halve that on states, which NumPy does quickly.
+CHUNK, NUMPY_CHUNK = 64, 32
 SUBCHUNK = 16
 
 
@@ -141,7 +141,8 @@ def checked(
         initial = cast(xp, initial_state, work)
     if form not in FORMS:
         raise ValueError(f"{what}: form must be one of {', '.join(FORMS)}, got {form!r}")
-    chunk, base = _sizes(what, form, chunk, subchunk, time)
+    usual = NUMPY_CHUNK if namespace_name(xp) == "numpy" else CHUNK
+    chunk, base = _sizes(what, form, chunk, subchunk, time, usual)
     if scale is None:
         scale = (1.0 / math.sqrt(keys) if keys else 1.0) if default_scale is None else default_scale
     given = None if initial_state is None else initial_state.dtype
@@ -158,12 +159,12 @@ def _widest(arrays: dict[str, Array], initial: Array | None) -> Any:
     return every[0].dtype
 
 
-def _sizes(what: str, form: str, chunk: int | None, subchunk: int | None, time: int) -> tuple[int, int]:
+def _sizes(what: str, form: str, chunk: int | None, subchunk: int | None, time: int, usual: int) -> tuple[int, int]:
     for name, size in (("chunk", chunk), ("subchunk", subchunk)):
         if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1 or size & (size - 1)):
             raise ValueError(f"{what}: {name} must be a power of two, got {size!r}; a chunk is cut into halves")
     if chunk is None:
-        chunk = min(CHUNK, 1 << max(0, time - 1).bit_length()) if subchunk is None else max(CHUNK, subchunk)
+        chunk = min(usual, 1 << max(0, time - 1).bit_length()) if subchunk is None else max(usual, subchunk)
     if form != "subchunk":
         return chunk, 1 if subchunk is None else _within(what, subchunk, chunk)
     return chunk, min(SUBCHUNK, chunk) if subchunk is None else _within(what, subchunk, chunk)

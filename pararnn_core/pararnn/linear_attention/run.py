@@ -8,6 +8,7 @@ from array_api_compat import device
 
 from pararnn.arrays import Array, cast, namespace_name, quiet
 from pararnn.errors import BackendUnavailableError
+from pararnn.linear_attention import windows
 from pararnn.linear_attention.chunked import Diagonal
 from pararnn.linear_attention.inputs import SHORT, Call, refuse_growth
 from pararnn.linear_attention.log_form import log_run, refuse_signs
@@ -29,9 +30,19 @@ def run_diagonal(call: Call, *, exclusive: bool, bonus: Array | None) -> tuple[A
     form = _chosen(call)
     with quiet(xp):
         if form in ("chunk", "subchunk"):
-            problem = diagonal_of(call, exclusive=exclusive, bonus=bonus)
-            out, final = problem.run()
-            return cast(xp, problem.frame.join(xp, out), call.dtype), final
+
+            def halved(part: Call) -> tuple[Array, Array]:
+                problem = diagonal_of(part, exclusive=exclusive, bonus=bonus)
+                out, final = problem.run()
+                return problem.frame.join(xp, out), final
+
+            def anchored(part: Call) -> tuple[Array, Array]:
+                return windows.mild(part, exclusive, bonus) or halved(part)
+
+            if _has_windows(call):
+                return windows.run_in_windows(call, anchored if form == "chunk" else halved)
+            out, final = halved(call)
+            return cast(xp, out, call.dtype), final
         q, k, v = call.queries, call.worked("k"), call.worked("v")
         g = call.worked("log_decay") if "log_decay" in call.arrays else None
         wide = None if bonus is None else cast(xp, bonus, call.work_dtype)
@@ -57,12 +68,23 @@ def run_rank_one(call: Call) -> tuple[Array, Array]:
     form = _chosen(call)
     with quiet(xp):
         if form in ("chunk", "subchunk"):
-            problem = rank_one_of(call)
-            out, final = problem.run()
-            return cast(xp, problem.frame.join(xp, out), call.dtype), final
+
+            def halved(part: Call) -> tuple[Array, Array]:
+                problem = rank_one_of(part)
+                out, final = problem.run()
+                return problem.frame.join(xp, out), final
+
+            if _has_windows(call):
+                return windows.run_in_windows(call, halved)
+            out, final = halved(call)
+            return cast(xp, out, call.dtype), final
         w, k, v, a, b = (call.worked(name) for name in ("w", "k", "v", "a", "b"))
         out, final = rank_one_loop(xp, call.queries, w, k, v, a, b, call.initial, call.offsets)
         return cast(xp, out, call.dtype), final
+
+
+def _has_windows(call: Call) -> bool:
+    return namespace_name(call.xp) == "numpy" and call.offsets is None and call.time > 0
 
 
 def _chosen(call: Call) -> str:
