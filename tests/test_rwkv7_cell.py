@@ -222,3 +222,20 @@ def test_packed_documents_are_solved_apart():
         np.testing.assert_allclose(got[:, first:stop], alone, rtol=1e-10, atol=1e-12)
     grads = newton_vjp(cell, x, h0=starts, cu_seqlens=cuts)[1](np.ones_like(got))
     assert grads.h0.shape == starts.shape and np.all(np.isfinite(grads.x))
+
+
+def test_jax_jits_and_differentiates_it():
+    jax = pytest.importorskip("jax")
+    cell, x, s0 = made(1, 2, dtype=np.float32, time=11)
+    there, jx, js = cell.to(jax.numpy), jax.numpy.asarray(x), jax.numpy.asarray(s0)
+    states = newton_apply(cell, x, h0=s0)
+    grads = newton_vjp(cell, x, h0=s0)[1](np.ones_like(states))
+
+    @jax.jit
+    def both(x):
+        return newton_apply(there, x, h0=js), jax.grad(lambda x: newton_apply(there, x, h0=js).sum())(x)
+
+    got, slopes = both(jx)
+    np.testing.assert_allclose(got, states, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(slopes, grads.x, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(sequential_apply(there, jx, js), states, rtol=1e-4, atol=1e-5)

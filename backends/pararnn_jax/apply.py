@@ -13,6 +13,7 @@ from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, cast
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.config import NewtonConfig
+from pararnn.linear_cells import solve_linear
 from pararnn.newton import checked_problem, run_newton
 from pararnn.problem import Problem, make_problem
 from pararnn.registry import choose
@@ -47,6 +48,9 @@ def newton_apply(
             "newton_apply: a traced solve has no values to fill stats with; give stats= to a call outside of JAX's "
             "transformations"
         )
+    if problem.cell.family == "linear" and not problem.packed:
+        # Plain array code without a value to ask for; JAX differentiates it as it is.
+        return solve_linear(problem)[0]
     choice = choose(problem)
     if choice.backend.name != NAME:
         why = choice.refusals.get(NAME, f"scan_backend={problem.config.scan_backend!r} was asked for")
@@ -60,7 +64,7 @@ def newton_apply(
 def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **packing: Any) -> Array:
     """pararnn.sequential_apply on JAX arrays: a `lax.scan` that JAX differentiates in either mode, and again."""
     problem = make_problem("sequential_apply", cell, x, h0, **packing)
-    if problem.packed:
+    if problem.packed or problem.cell.family == "linear":
         return run_sequential(replace(problem, xp=namespace))
     return _loop(known_to_jax(cell), x, h0)
 
