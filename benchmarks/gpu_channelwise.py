@@ -95,7 +95,8 @@ def kernel_row(
 ):
     cell, params, gates = problem(kind, batch, time, width, dtype)
     programs = programs_of(cell)
-    chosen = shape or choose_shape(batch, time, width, segment_len=None, warmup=None, passes=4, long_memory=False)
+    free: dict = {"segment_len": None, "warmup": None, "passes": 4, "long_memory": False}
+    chosen = shape or choose_shape(batch, time, width, **free, half=dtype != torch.float32)
     error = check(cell, params, gates, chosen)
     limit = 1e-5 if dtype == torch.float32 else 2e-2
     if not error <= limit:

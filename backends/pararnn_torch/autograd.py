@@ -40,6 +40,8 @@ class Recipe:
     stats: NewtonStats | None = None
     # What a packed problem has besides, all of it integers and truth values; its starts come in the place of h0.
     packing: Mapping[str, Any] = field(default_factory=dict)
+    # Of the backend, for the gradient (see Problem.kept).
+    kept: dict[Any, Any] = field(default_factory=dict)
 
     def problem(
         self,
@@ -55,7 +57,8 @@ class Recipe:
         h0 = None if h0 is None else h0.detach()
         guess = None if guess is None else guess.detach()
         start, starts = (None, h0) if of_documents else (h0, None)
-        return Problem(cell, x.detach(), start, self.config, guess, self.xp, starts=starts, **self.packing)
+        kept = None if self.config.recompute else self.kept
+        return Problem(cell, x.detach(), start, self.config, guess, self.xp, starts=starts, kept=kept, **self.packing)
 
 
 def without_arrays(cell: ChannelwiseCell) -> ChannelwiseCell:

@@ -132,11 +132,14 @@ class TritonBackend(Backend):
             stats.exact = stats.converged = True
             return problem.xp.zeros(problem.state_shape, dtype=problem.dtype, device=problem.device), stats
         accept = 5.0 * tol
-        programs = programs_of(problem.cell, marks=problem.marks)
+        programs, gates = programs_of(problem.cell, marks=problem.marks), _gates(problem)
         states, estimate = run_forward(
-            programs, _gates(problem), _h0(problem), _params(problem), shape, tol, accept, _told(problem)
+            programs, gates, _h0(problem), _params(problem), shape, tol, accept, _told(problem)
         )
         states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
+        if problem.kept is not None:
+            # One product in three of a training step.
+            problem.kept["gates", states.data_ptr()] = gates
         # Read only when asked for: reading waits for the device.
         stats.later(
             agreement_estimate=lambda: float(estimate.max()),
@@ -157,9 +160,11 @@ class TritonBackend(Backend):
         cell = problem.cell
         batch, time, features, width = problem.shape
         slots = (batch, time, cell.state_slots, width)
+        # Taken away, because they are overwritten; a second gradient of the same solve makes them again.
+        gates = None if problem.kept is None else problem.kept.pop(("gates", states.data_ptr()), None)
         d_gates, d_params, d_h0, d_starts = run_backward(
             programs_of(cell, marks=problem.marks),
-            _gates(problem),
+            _gates(problem) if gates is None else gates,
             _h0(problem),
             _params(problem),
             states.reshape(slots).contiguous(),

@@ -199,6 +199,8 @@ def newton_vjp(
     if front is not None:
         # The caller asks for the gradient; an array library that watches would only get in the way.
         problem = front.untracked(problem)
+    if not problem.config.recompute:
+        problem = replace(problem, kept={})
     # A gradient needs a state at the fixed point; a solve that gave up must not hand one out.
     states = run_newton(problem, stats)
     kept = None if problem.config.recompute else states

@@ -37,6 +37,9 @@ class Problem:
     hold: Array | None = None
     documents: int | None = None
     offsets: Array | None = None
+    # Set where a gradient will be asked for: a backend may leave here what its adjoint would have to compute again,
+    # under a key that tells one solve from another. Whoever finds nothing computes it.
+    kept: dict[Any, Any] | None = None
 
     @property
     def packed(self) -> bool:
