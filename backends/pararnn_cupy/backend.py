@@ -152,7 +152,7 @@ class CupyBackend(Backend):
                 told = told._replace(grad_starts=xp.zeros_like(told.starts))
             d_gates, sums, d_h0 = run_backward(
                 card, _programs(problem), dtype_name(problem.dtype), *_operands(problem), whole, given,
-                _layout(problem), told,
+                _layout(problem, backward=True), told,
             )  # fmt: skip
             totals = xp.sum(sums, axis=1)
             count = len(cell.params)
@@ -213,7 +213,8 @@ def _reason(layout: Layout) -> str:
     return f"segments of {layout.length} fill the chip; up to {layout.passes} launches, ended early on the device"
 
 
-def _layout(problem: Problem) -> Layout:
+def _layout(problem: Problem, *, backward: bool = False) -> Layout:
+    """The layout of the solve, or of the gradient, which is linear and so runs over segments however long memory is."""
     batch, time, _, width = problem.shape
     config = problem.config
     return choose_layout(
@@ -223,7 +224,7 @@ def _layout(problem: Problem) -> Layout:
         segment_len=_whole(config.segment_len),
         warmup=_whole(config.warmup),
         passes=_whole(config.max_passes) or DEFAULT_PASSES,
-        long_memory=problem.cell.solve_cell().picard_start,
+        long_memory=not backward and problem.cell.solve_cell().picard_start,
     )
 
 
