@@ -79,10 +79,10 @@ def picture(path: str, runs: dict) -> None:
     for (title, (losses, seconds)), style in zip(runs.items(), ("-", "--"), strict=True):
         by_step.plot(losses, style, label=title, linewidth=2)
         by_time.plot(np.cumsum(seconds), losses, style, label=title, linewidth=2)
-    by_step.set(xlabel="step", ylabel="cross entropy", yscale="log", title="same losses")
+    by_step.set(xlabel="step", ylabel="cross entropy", title="same losses")
     by_time.set(xlabel="seconds", title="less time")
     by_step.legend()
-    figure.savefig(path)
+    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
 def main() -> None:

@@ -398,6 +398,29 @@ def test_a_model_keeps_its_shape_and_the_given_one_is_left_alone():
     assert not model.encoder[1].training and parallel.encoder[1].training and not model.training
 
 
+def test_hooks_come_along_and_are_each_modules_own():
+    model, seen = nn.Sequential(nn.GRU(3, 4)), []
+    handle = model[0].register_forward_hook(lambda module, *rest: seen.append(type(module).__name__))
+    parallel, x = parallelize(model, config=SEGMENTS), torch.zeros(20, 1, 3)
+    parallel(x), model(x)
+    handle.remove()
+    parallel(x), model(x)
+    assert seen == ["ParallelGRU", "GRU", "ParallelGRU"]
+
+
+def test_a_traced_model_and_torch_func():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.GRU(3, 4, batch_first=True))
+    parallel, x = parallelize(torch.fx.symbolic_trace(model), config=SEGMENTS), torch.randn(5, 2, 40, 3)
+    assert (parallel(x[0])[0] - model(x[0])[0]).abs().max() < 1e-6
+    each = torch.stack([model(part)[0] for part in x])
+    assert (torch.func.vmap(lambda part: parallel(part)[0])(x) - each).abs().max() < 1e-6
+
+
+def test_a_batch_of_nothing():
+    assert parallelize(nn.LSTM(3, 4, batch_first=True), config=SEGMENTS)(torch.zeros(0, 40, 3))[0].shape == (0, 40, 4)
+
+
 def test_a_parallel_model_takes_a_new_configuration():
     model = nn.Sequential(parallelize(nn.GRU(3, 4)))
     assert parallelize(model, config=SEGMENTS)[0].config == SEGMENTS and model[0].config == NewtonConfig()
