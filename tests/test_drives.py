@@ -221,3 +221,18 @@ class TestTorch:
         whole = torch.compile(rnn, backend="eager", fullgraph=True)
         torch.testing.assert_close(whole(tx, dt=tdt), rnn(tx, dt=tdt))
         torch.testing.assert_close(whole(tx), rnn(tx))
+
+    def test_a_compiled_function_with_times(self):
+        """P40."""
+        torch = pytest.importorskip("torch")
+        from pararnn import compile_safe_config
+
+        cell, x, dt = driven(ParaCfC)
+        there, tx, tdt = cell.to(torch), torch.from_numpy(x), torch.from_numpy(dt)
+        torch.compiler.reset()
+
+        def run(x, dt):
+            return newton_apply(there, x, compile_safe_config(max_iters=6), dt=dt)
+
+        whole = torch.compile(run, backend="eager", fullgraph=True)
+        torch.testing.assert_close(whole(tx, tdt), run(tx, tdt))

@@ -48,6 +48,16 @@ class TorchFront(Front):
 
         return Differentiable(xp)
 
+    def joined_drives(self, cell: Any, x: Array, given: Mapping[str, Any]) -> tuple[Any, Array] | None:
+        import torch
+
+        if not torch.compiler.is_compiling():
+            return None
+        from pararnn_torch.drives import joined_drives
+
+        arrays, joined = joined_drives(cell, cell.arrays, x, given)
+        return cell.driven(arrays["W_x.weight"], arrays["W_x.bias"]), joined
+
     def untracked(self, problem: Problem) -> Problem:
         from pararnn_torch.apply import untracked
 

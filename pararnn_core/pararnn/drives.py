@@ -15,7 +15,7 @@ import array_api_compat
 from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, Namespace, cast, common_namespace, dtype_name, is_array, known
 from pararnn.cells.base import ChannelwiseCell
-from pararnn.front import adopted
+from pararnn.front import adopted, front_of
 from pararnn.problem import check_input
 
 
@@ -39,6 +39,10 @@ def with_drives(what: str, cell: Any, x: Array, given: Mapping[str, Any]) -> tup
     if cell.is_driven:
         raise TypeError(f"{what}: this cell already reads {', '.join(wanted)} from x; leave them out")
     x = adopted(x)
+    front = front_of(x)
+    joined = None if front is None else front.joined_drives(cell, x, given)
+    if joined is not None:
+        return joined
     xp = check_input(what, cell, x)
     columns = [
         _column(what, cell, xp, x, name, default if given.get(name) is None else given[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +60,10 @@ class Front:
     def smooth(self, xp: Any) -> Any:
         """`xp`, with functions whose derivative the library's autograd can follow everywhere."""
         return xp
+
+    def joined_drives(self, cell: Any, x: Array, given: Mapping[str, Any]) -> tuple[Any, Array] | None:
+        """The cell and the input with drives among the features, where a compiler must not look into the core."""
+        return None
 
     def untracked(self, problem: Problem) -> Problem:
         """The same numbers, cut off from automatic differentiation."""
