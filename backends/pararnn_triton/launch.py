@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from pararnn.programs import StepPrograms
 from pararnn_triton import device_math
@@ -34,7 +35,7 @@ def _module(source: str) -> ModuleType:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module = ModuleType(name)
     scope = module.__dict__
-    scope.update({n: v for n, v in vars(device_math).items() if not n.startswith("_")}, triton=triton, tl=tl)
+    scope.update({n: v for n, v in vars(device_math).items() if not n.startswith("_")}, triton=triton, tl=tl, cuda=cuda)
     exec(compile(source, name, "exec"), scope)
     return module
 
@@ -46,6 +47,12 @@ def kernels(programs: StepPrograms) -> ModuleType:
     return programs.compiled["triton"]
 
 
+@lru_cache(maxsize=16)
+def _overlaps(device: torch.device) -> bool:
+    """Whether a launch can begin before the one that it waits for has ended (compute capability 9.0)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 class Launches:
     """The launches of one kernel layout, past Triton's own argument handling once a like call was compiled.
 
@@ -53,10 +60,19 @@ class Launches:
     is found out on the first: one object stands for one layout, one kind of tensors and one alignment of addresses.
     """
 
-    def __init__(self, grid: int, warps: int, numbers: tuple[int | float, ...], steps: list[tuple[Any, ...]]) -> None:
+    def __init__(
+        self,
+        grid: int,
+        warps: int,
+        numbers: tuple[int | float, ...],
+        steps: list[tuple[Any, ...]],
+        overlap: bool = False,
+    ) -> None:
         self.grid, self.warps, self.numbers = grid, warps, numbers
         # Of each launch its kernel and constants, and once it was compiled what starts it.
         self.steps = steps
+        # Launches after the first get ready while the one before runs; their kernels wait for it themselves.
+        self.overlap = overlap
         self.runners: list[Any] = []
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -74,9 +90,10 @@ class Launches:
 
     def _compile(self, tensors: tuple[torch.Tensor, ...]) -> None:
         runners = []
-        for kernel, *constants in self.steps:
+        for k, (kernel, *constants) in enumerate(self.steps):
             rest = (*self.numbers, *constants)
-            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **_OPTIONS)
+            options = {**_OPTIONS, "launch_pdl": True} if self.overlap and k else _OPTIONS
+            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **options)
             if not interpreting():
                 runners.append((compiled[(self.grid, 1, 1)], rest))
         self.runners = runners
@@ -149,14 +166,16 @@ def run_forward(
     def make() -> Launches:
         forward = kernels(programs).forward
         last = shape.passes - 1
+        overlap = many and _overlaps(device)
         return Launches(
             batch * shape.segments * triton.cdiv(width, shape.block),
             shape.warps,
             (batch, time, width, shape.length, shape.segments, shape.warmup, tol, accept),
             [
-                (forward, EPSILON, shape.block, min(k, 3), k == last, many, h0 is not None, half)
+                (forward, EPSILON, shape.block, min(k, 3), k == last, many, h0 is not None, half, overlap)
                 for k in range(shape.passes)
             ],
+            overlap,
         )
 
     key = (gates.shape, gates.dtype, device, h0 is None, shape, tol, accept, _aligned(*given))

@@ -41,8 +41,8 @@ def choose_shape(
         # With this many channels the plain loop already keeps the memory busy; short ones end before a join would.
         if lanes >= 32768 or time <= 256 or long_memory:
             return loop
-        # About 65,536 threads hide the latency of memory without more joints than needed.
-        segment_len = min(512, max(64, -(-time * lanes // 65_536)))
+        # About 131,072 threads hide the latency of memory without more joints than needed.
+        segment_len = min(512, max(64, -(-time * lanes // 131_072)))
         segment_len = -(-segment_len // 8) * 8
     if segment_len >= time:
         return loop
