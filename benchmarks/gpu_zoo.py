@@ -99,7 +99,7 @@ def row_of(name: str, width: int, time: int, bandwidth: float) -> dict:
 def rwkv7_row(time: int, heads: int = 1, d: int = 16) -> dict:
     """RWKV-7 from input to output: projection, scan and readout, and the same with the gradient."""
     import torch
-    from gpu_channelwise import called_ms
+    from gpu_channelwise import called_ms, replayed_ms
 
     from pararnn import ParaRNN, ParaRWKV7
 
@@ -116,6 +116,7 @@ def rwkv7_row(time: int, heads: int = 1, d: int = 16) -> dict:
     error = max(error, float((y[:, -2048:].cpu().double() - tail).abs().max() / tail.abs().max()))
     row = {"cell": f"ParaRWKV7 {heads}x{d}", "T": time, "error": error, "ok": error <= 1e-4}
     row["call_ms"], row["host_us"] = called_ms(lambda: cell.scan_apply(x), 10)
+    row["graph_ms"] = replayed_ms(lambda: cell.scan_apply(x))
     rnn = ParaRNN(cell)
 
     def train() -> None:
