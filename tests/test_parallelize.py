@@ -176,6 +176,30 @@ def test_gradients_are_finite_differences(kind):
     assert torch.autograd.gradcheck(outputs, (draw(2, 11, 2).requires_grad_(), *weights))
 
 
+def remembering(kind):
+    """Networks that forget slowly, by what makes them."""
+    module = make("lstm" if "lstm" in kind else "gru" if "gru" in kind else "tanh", 3, 32, batch_first=True)
+    weight = module.weight_hh_l0
+    with torch.no_grad():
+        if kind == "lstm, forget gate +3":
+            module.bias_ih_l0[32:64] += 3.0
+        elif kind == "orthogonal":
+            weight.copy_(torch.linalg.qr(draw(32, 32))[0])
+        elif kind == "spectral radius 1.1":
+            weight.copy_(draw(32, 32) * 1.1 / 32**0.5)
+        else:
+            weight.mul_(3.0)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["lstm, forget gate +3", "orthogonal", "spectral radius 1.1", "gru, weights x3"])
+def test_networks_that_remember(kind):
+    module, x = remembering(kind), draw(2, 1000, 3)
+    parallel = parallelize(module, config=NewtonConfig(segment_len=64))
+    assert_same(run_with_gradients(parallel, x), run_with_gradients(module, x))
+    assert parallel.last_stats.converged
+
+
 # Sequences do not touch each other.
 
 
