@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import array_api_strict
 import numpy as np
 import pytest
@@ -361,3 +365,10 @@ def test_the_exponent_is_the_network_s_and_not_the_packing_s():
     newton_apply(cell, x, stats=plain)
     newton_apply(cell, x, stats=many, cu_seqlens=[0, 10, 300, 640])
     assert np.isfinite(many.lyapunov) and abs(many.lyapunov - plain.lyapunov) < 0.2 * abs(plain.lyapunov)
+
+
+def test_the_packing_matrix_of_the_page_is_what_backends_say():
+    """P43: docs/packing.md, written by docs/make_packing_matrix.py."""
+    script = Path(__file__).resolve().parent.parent / "docs" / "make_packing_matrix.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

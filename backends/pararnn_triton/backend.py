@@ -9,6 +9,7 @@ from typing import Any
 import array_api_compat
 
 from pararnn.adjoint import Gradients, collect_gradients
+from pararnn.apart import pull_back_apart, solve_apart
 from pararnn.arrays import Array, dtype_name, namespace_name
 from pararnn.backend import Backend
 from pararnn.engine import ArrayEngine
@@ -109,7 +110,10 @@ class TritonBackend(Backend):
         if problem.cell.family == "mixing":
             from pararnn_triton.mixing_solve import solve_mixing_on_cuda
 
-            states, stats = solve_mixing_on_cuda(problem)
+            if problem.packed:
+                states, stats = solve_apart(problem, solve_mixing_on_cuda)
+            else:
+                states, stats = solve_mixing_on_cuda(problem)
             stats.scan_backend = self.name
             return states, stats
         from pararnn_triton.launch import run_forward
@@ -154,6 +158,8 @@ class TritonBackend(Backend):
         if problem.cell.family == "mixing":
             from pararnn_triton.mixing_solve import pull_back_mixing_on_cuda
 
+            if problem.packed:
+                return pull_back_apart(problem, pull_back_mixing_on_cuda, states, cotangent)
             return pull_back_mixing_on_cuda(problem, states, cotangent)
         from pararnn_triton.launch import run_backward
 
