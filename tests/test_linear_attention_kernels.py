@@ -40,7 +40,7 @@ def check(kind, args, state, tolerance, dtype=torch.float32, **options):
         assert gap(mine.detach().cpu().double(), true) < tolerance
 
 
-@pytest.mark.parametrize("kind", [gla, rwkv6])
+@pytest.mark.parametrize("kind", [gla, rwkv6, rwkv7])
 @pytest.mark.parametrize("decay", ["mild", "mixed", -5.0, 0.0])
 def test_kernels_equal_the_loop_with_all_gradients(kind, decay):
     """P61, P62: K ≠ V, neither a power of two, T no multiple of 64, decays from one to exactly zero."""
@@ -84,8 +84,8 @@ def test_what_kernels_do_not_take_is_refused_with_reasons():
         gla(*(on_device(x) for x in args), form="kernel", cu_seqlens=[0, 20])
     with pytest.raises(BackendUnavailableError, match="torch tensors"):
         gla(*args, form="kernel")
-    with pytest.raises(ValueError, match="rank-one"):
-        rwkv7(*(on_device(x) for x in inputs(rwkv7, 20)[0]), form="kernel")
+    with pytest.raises(BackendUnavailableError, match="up to 64 channels"):
+        rwkv7(*(on_device(x) for x in inputs(rwkv7, 20, keys=65)[0]), form="kernel")
 
 
 def test_second_derivatives_are_refused_not_wrong():

@@ -90,7 +90,7 @@ class TritonBackend(Backend):
         if not key.numel() or not value.numel():
             return "there is nothing to compute"
         full = any(dtype_name(a.dtype) == "float32" for name, a in call.arrays.items() if name != "log_decay")
-        widest = 64 if full else 128
+        widest = 64 if full or "w" in call.arrays else 128
         if key.shape[-1] > widest:
             return f"it holds keys of up to {widest} channels here, and these have {key.shape[-1]}"
         return None
@@ -99,6 +99,11 @@ class TritonBackend(Backend):
         from pararnn_triton.linear_attention_run import diagonal_recurrence
 
         return diagonal_recurrence(call, exclusive=exclusive, bonus=bonus)
+
+    def rank_one_recurrence(self, call: Call) -> tuple[Array, Array]:
+        from pararnn_triton.linear_attention_run import rank_one_recurrence
+
+        return rank_one_recurrence(call)
 
     def example_namespace(self):
         """Where the conformance suite should make its arrays for this backend."""

@@ -138,7 +138,8 @@ def scan_chunks(
 
 @triton.jit
 def _level(queries, keys, decays, size, BEFORE: tl.constexpr, C: tl.constexpr):
-    """Queries of right halves and keys of left ones of `size` rows with their decays, the decays, and whose scores."""
+    """Queries of right halves and keys of left ones of `size` rows with their decays; the decays, whose scores they make,
+    and the steps that each decay is of."""
     step = tl.arange(0, C)
     right = (step // size) % 2 == 1
     within = step[:, None] // size == step[None, :] // size
@@ -152,7 +153,7 @@ def _level(queries, keys, decays, size, BEFORE: tl.constexpr, C: tl.constexpr):
     here = (step[:, None] // (2 * size) == step[None, :] // (2 * size)) & right[:, None] & (right[None, :] == 0)
     rows = tl.where(right[:, None], queries * factor, 0.0)
     columns = tl.where(right[:, None], 0.0, keys * factor)
-    return rows, columns, factor, right, here
+    return rows, columns, factor, right, here, mask
 
 
 @triton.jit
@@ -174,7 +175,7 @@ def outputs(
     decays = _decays(g, base, stride, first, time, width, SHARED, C, BK)
     a = tl.zeros((C, C), dtype=tl.float32)
     for level in range(LEVELS):
-        rights, lefts, _, _, here = _level(queries, keys, decays, 1 << level, BEFORE, C)
+        rights, lefts, _, _, here, _ = _level(queries, keys, decays, 1 << level, BEFORE, C)
         a += tl.where(here, tl.dot(rights, tl.trans(lefts), input_precision=PRECISION), 0.0)
     own = queries * keys
     if BONUS:
@@ -235,27 +236,24 @@ def gradients(
     of_columns = of_columns * down
     kept = keys * down
     whole = tl.load(wholes + at + channel, mask=channel < width, other=0.0)
-    # Log decays: what the states give first, none of which cancels.
-    across = queries * of_rows
-    through = keys * of_columns
+    # A sum of log decays is a mask times them, so their cotangent is the transposed mask times that of the sum.
+    of_decay = tl.dot(tl.trans(_upto(C, BEFORE).to(tl.float32)), queries * of_rows, input_precision=PRECISION)
+    of_decay += tl.dot(tl.trans(_behind(C).to(tl.float32)), keys * of_columns, input_precision=PRECISION)
+    of_decay += (of_whole * whole)[None, :]
     inside_q = tl.zeros((C, BK), dtype=tl.float32)
     inside_k = tl.zeros((C, BK), dtype=tl.float32)
     a = tl.zeros((C, C), dtype=tl.float32)
     for level in range(LEVELS):
-        rights, lefts, factor, right, here = _level(queries, keys, decays, 1 << level, BEFORE, C)
+        rights, lefts, factor, right, here, mask = _level(queries, keys, decays, 1 << level, BEFORE, C)
         a += tl.where(here, tl.dot(rights, tl.trans(lefts), input_precision=PRECISION), 0.0)
         part = tl.where(here, of_a, 0.0)
         # Rows of a right half have no part in keys, rows of a left one none in queries.
-        inside_q += tl.where(right[:, None], tl.dot(part, lefts, input_precision=PRECISION) * factor, 0.0)
-        inside_k += tl.where(right[:, None], 0.0, tl.dot(tl.trans(part), rights, input_precision=PRECISION) * factor)
-    ahead = queries * inside_q + across
-    behind = keys * inside_k
-    of_decay = tl.cumsum(ahead - behind, axis=0, reverse=True)
-    if BEFORE:
-        of_decay -= ahead
-    of_decay += tl.cumsum(through, axis=0) - through + (of_whole * whole)[None, :]
-    # A decay of exactly zero lets nothing through; rounding would leave a little.
-    of_decay = tl.where(tl.exp(decays) == 0.0, 0.0, of_decay)
+        of_right = tl.dot(part, lefts, input_precision=PRECISION)
+        of_left = tl.dot(tl.trans(part), rights, input_precision=PRECISION)
+        inside_q += tl.where(right[:, None], of_right * factor, 0.0)
+        inside_k += tl.where(right[:, None], 0.0, of_left * factor)
+        of_sums = tl.where(right[:, None], of_right * rights, of_left * lefts)
+        of_decay += tl.dot(tl.trans(mask.to(tl.float32)), of_sums, input_precision=PRECISION)
     if SHARED:
         of_decay = tl.sum(of_decay, 1)[:, None]
         _put(of_g, base, stride, first, time, 1, of_decay, C, 1)
@@ -284,3 +282,75 @@ def gradients(
         of_values = tl.dot(tl.trans(a), cotangent, input_precision=PRECISION)
         of_values += tl.dot(kept, after, input_precision=PRECISION)
         _put(of_v, rows * height + begin, heads * height, first, time, height - begin, of_values, C, BV)
+
+
+@triton.jit
+def rank_one_chunks(
+    r, w, k, v, a, b, maps, shifts, reads, parts, scale, time, chunks, heads, width, height,
+    PRECISION: tl.constexpr, LEVELS: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """Each chunk of a rank-one recurrence as S' = M S + N and o = Q S + P: maps M, shifts N, reads Q, parts P.
+
+    See pararnn.linear_attention.rank_one. I - A_ab is inverted by halves: with X the inverses of its diagonal blocks
+    and A₂₁ what lies beside them, the next larger blocks are X + X A₂₁ X.
+    """
+    program = tl.program_id(0)
+    n = program % chunks
+    sequence = program // chunks
+    head = sequence % heads
+    rows = (sequence // heads).to(tl.int64) * time * heads + head
+    first = n * C
+    base, stride = rows * width, heads * width
+    queries = _tile(r, base, stride, first, time, width, C, BK) * scale
+    keys = _tile(k, base, stride, first, time, width, C, BK)
+    listens = _tile(a, base, stride, first, time, width, C, BK)
+    writes = _tile(b, base, stride, first, time, width, C, BK)
+    decays = _decays(w, base, stride, first, time, width, False, C, BK)
+    step = tl.arange(0, C)
+    channel = tl.arange(0, BK)
+    same = step[:, None] == step[None, :]
+    later = step[None, :] > step[:, None]
+    rk = tl.where(same, tl.sum(queries * keys, 1)[:, None], 0.0)
+    rb = tl.where(same, tl.sum(queries * writes, 1)[:, None], 0.0)
+    ak = tl.zeros((C, C), dtype=tl.float32)
+    inverse = tl.where(same, 1.0, tl.zeros((C, C), dtype=tl.float32))
+    for level in range(LEVELS):
+        size = 1 << level
+        right = ((step // size) % 2 == 1)[:, None]
+        within = step[:, None] // size == step[None, :] // size
+        here = (step[:, None] // (2 * size) == step[None, :] // (2 * size)) & right & ((step // size) % 2 == 0)[None, :]
+        upto = tl.exp(_sums(within & (later == 0), decays))
+        before = tl.exp(_sums(within & (later == 0) & (same == 0), decays))
+        after = tl.exp(_sums(within & later, decays))
+        up = tl.where(right, queries * upto, 0.0)
+        listening = tl.where(right, listens * before, 0.0)
+        left = tl.trans(tl.where(right, 0.0, keys * after))
+        writing = tl.trans(tl.where(right, 0.0, writes * after))
+        rk += tl.where(here, tl.dot(up, left, input_precision=PRECISION), 0.0)
+        rb += tl.where(here, tl.dot(up, writing, input_precision=PRECISION), 0.0)
+        ak += tl.where(here, tl.dot(listening, left, input_precision=PRECISION), 0.0)
+        beside = tl.where(here, tl.dot(listening, writing, input_precision="tf32x3"), 0.0)
+        grown = tl.dot(beside, inverse, input_precision="tf32x3")
+        inverse += tl.dot(inverse, grown, input_precision="tf32x3")
+    before = listens * tl.exp(_sums((later == 0) & (same == 0), decays))
+    after = tl.exp(_sums(later, decays))
+    kept = tl.trans(keys * after)
+    written = tl.trans(writes * after)
+    effect = tl.dot(inverse, before, input_precision=PRECISION)
+    whole = tl.exp(tl.sum(decays, 0))
+    chunk_map = tl.where(channel[:, None] == channel[None, :], whole[:, None], 0.0)
+    chunk_map += tl.dot(written, effect, input_precision=PRECISION)
+    at = program.to(tl.int64) * width
+    _put(maps, at * width, width, 0, width, width, chunk_map, BK, BK)
+    read = queries * tl.exp(_sums(later == 0, decays)) + tl.dot(rb, effect, input_precision=PRECISION)
+    # By sequence and chunk, with room for whole chunks.
+    place = program.to(tl.int64) * C
+    _put(reads, place * width, width, 0, C, width, read, C, BK)
+    for begin in range(0, height, BV):
+        values = _tile(v, rows * height + begin, heads * height, first, time, height - begin, C, BV)
+        heard = tl.dot(ak, values, input_precision=PRECISION)
+        own = tl.dot(inverse, heard, input_precision=PRECISION)
+        shift = tl.dot(kept, values, input_precision=PRECISION) + tl.dot(written, own, input_precision=PRECISION)
+        _put(shifts, at * height + begin, height, 0, width, height - begin, shift, BK, BV)
+        part = tl.dot(rk, values, input_precision=PRECISION) + tl.dot(rb, own, input_precision=PRECISION)
+        _put(parts, place * height + begin, height, 0, C, height - begin, part, C, BV)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import triton
 from torch.autograd.function import once_differentiable
 
+from pararnn.linear_attention.frame import frame_of
 from pararnn.linear_attention.inputs import Call
+from pararnn.linear_attention.run import pull_back_rank_one
+from pararnn.linear_attention.states import chunk_states
 from pararnn_triton import linear_attention_kernels as kernels
 from pararnn_triton.interpreter import patch
 
@@ -134,3 +137,46 @@ def diagonal_recurrence(call: Call, *, exclusive: bool, bonus: Any) -> tuple[tor
         "tf32x3" if exact else "tf32",
     )  # fmt: skip
     return DiagonalRecurrence.apply(sizes, q, k, v, g, g if bonus is None else bonus, call.initial)
+
+
+class RankOneRecurrence(torch.autograd.Function):
+    """(call, r, w, k, v, a, b, initial) to (o, final state): a kernel forward, the hand-written adjoint back."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Call, *arrays: Any) -> Any:
+        ctx.call = call
+        ctx.save_for_backward(*arrays)
+        *operands, initial = (x.contiguous() for x in arrays)
+        r, w, k, v, a, b = operands
+        batch, time, heads, keys = k.shape
+        values, chunks = v.shape[-1], triton.cdiv(time, CHUNK)
+        exact = any(x.dtype == torch.float32 for x in (r, k, v, a, b))
+        kind: dict[str, Any] = {"dtype": torch.float32, "device": r.device}
+        front = (batch, heads, chunks)
+        maps, shifts = torch.empty((*front, keys, keys), **kind), torch.empty((*front, keys, values), **kind)
+        reads, parts = torch.empty((*front, CHUNK, keys), **kind), torch.empty((*front, CHUNK, values), **kind)
+        wide, high = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
+        kernels.rank_one_chunks[(batch * heads * chunks,)](
+            r, w, k, v, a, b, maps, shifts, reads, parts, call.scale, time, chunks, heads, keys, values,
+            PRECISION="tf32x3" if exact else "tf32", LEVELS=CHUNK.bit_length() - 1, C=CHUNK, BK=wide, BV=min(high, 64),
+            num_warps=8,
+        )  # fmt: skip
+        frame = frame_of(time, CHUNK, None)
+        starts, final = chunk_states(call.xp, maps, shifts, initial, frame)
+        whole = (parts + reads @ starts).permute(0, 2, 3, 1, 4).reshape(batch, chunks * CHUNK, heads, values)
+        return whole[:, :time].to(v.dtype), final.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, given: Any, last: Any) -> Any:
+        *arrays, initial = ctx.saved_tensors
+        call = replace(ctx.call, arrays=dict(zip(ctx.call.arrays, arrays, strict=True)), initial=initial)
+        *grads, of_initial = pull_back_rank_one(call, given.float(), last)
+        return None, *grads, of_initial
+
+
+def rank_one_recurrence(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and final state."""
+    # The recipe keeps no tensor alive; what backward needs is saved by autograd.
+    recipe = replace(call, arrays=dict.fromkeys(call.arrays), initial=None)
+    return RankOneRecurrence.apply(recipe, *call.arrays.values(), call.initial)

@@ -98,7 +98,7 @@ class Backend:
         return pull_back(problem, self.engine(problem), states, cotangent)
 
     def refuses_recurrence(self, call: Call) -> str | None:
-        """None if it has a kernel for this call of linear attention with a diagonal decay, else a sentence."""
+        """None if it has a kernel for this call of linear attention, else a sentence that says why not."""
         return "it has no kernels for linear attention"
 
     def diagonal_recurrence(self, call: Call, *, exclusive: bool, bonus: Array | None) -> tuple[Array, Array]:
@@ -113,6 +113,10 @@ class Backend:
         self, cell: Any, state: Array, given: Array, projected: bool, out: Array | None, table: Array | None
     ) -> Array:
         """One step, all checked: state (B, …) or a pool (C, …), given (B, I) or its projection; see decode_step."""
+        raise NotImplementedError
+
+    def rank_one_recurrence(self, call: Call) -> tuple[Array, Array]:
+        """The same for a recurrence with a rank-one update."""
         raise NotImplementedError
 
     def describe(self, problem: Problem) -> dict[str, object]:

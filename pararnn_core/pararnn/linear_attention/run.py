@@ -63,8 +63,9 @@ def run_rank_one(call: Call) -> tuple[Array, Array]:
     _refuse_growth(call, "w")
     if call.form == "log":
         raise ValueError(f"{call.what}: form='log' needs terms above zero, and a rank-one update has none; use 'chunk'")
-    if call.form == "kernel":
-        raise ValueError(f"{call.what}: no backend has kernels for a rank-one update; use form='chunk'")
+    backend = kernel_of(call)
+    if backend is not None:
+        return backend.rank_one_recurrence(call)
     form = _chosen(call)
     with quiet(xp):
         if form in ("chunk", "subchunk"):
@@ -139,6 +140,16 @@ def diagonal_of(call: Call, *, exclusive: bool, bonus: Array | None) -> Diagonal
         exclusive,
         None if bonus is None else cast(xp, bonus, call.work_dtype)[:, None, None, :],
     )
+
+
+def pull_back_rank_one(call: Call, given: Array, last: Array) -> list[Array]:
+    """Cotangents of the call's arguments in their dtypes, and of the initial state, by the adjoint in chunks."""
+    xp = call.xp
+    with quiet(xp):
+        problem = rank_one_of(call)
+        of_first, *rest, of_initial = problem.pull_back(problem.frame.split(xp, given), last)
+        found = zip(call.arrays.values(), (of_first * call.scale, *rest), strict=True)
+        return [*(cast(xp, problem.frame.join(xp, x), like.dtype) for like, x in found), of_initial]
 
 
 def rank_one_of(call: Call) -> RankOne:

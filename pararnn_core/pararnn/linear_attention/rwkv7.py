@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pararnn.arrays import Array, cast, quiet
+from pararnn.arrays import Array
 from pararnn.linear_attention.gated import Pullback, Result, cotangents_of, with_initial
 from pararnn.linear_attention.inputs import Call, checked
-from pararnn.linear_attention.run import rank_one_of, run_rank_one
+from pararnn.linear_attention.run import pull_back_rank_one, run_rank_one
 
 
 def rwkv7(
@@ -89,14 +89,8 @@ def rwkv7_vjp(
     out, final = run_rank_one(call)
 
     def pullback(cotangent: Array | None = None, *, last: Array | None = None) -> dict[str, Array]:
-        xp = call.xp
-        given, end = cotangents_of(call, out, final, cotangent, last)
-        with quiet(xp):
-            problem = rank_one_of(call)
-            of_r, *rest, of_initial = problem.pull_back(problem.frame.split(xp, given), end)
-            found = zip(call.arrays, (of_r * call.scale, *rest), strict=True)
-            grads = {n: cast(xp, problem.frame.join(xp, x), call.arrays[n].dtype) for n, x in found}
-        return grads | with_initial(call, of_initial)
+        *grads, of_initial = pull_back_rank_one(call, *cotangents_of(call, out, final, cotangent, last))
+        return dict(zip(call.arrays, grads, strict=True)) | with_initial(call, of_initial)
 
     return (out, final if output_final_state else None), pullback
 
