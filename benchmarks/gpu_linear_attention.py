@@ -1,6 +1,6 @@
 """Linear attention on a GPU: kernels, chunk forms in plain torch and in JAX under jit, and fla where it is installed.
 
-    python benchmarks/gpu_linear_attention.py [--json FILE] [--only torch|jax]
+    python benchmarks/gpu_linear_attention.py [--json FILE] [--only torch|jax] [--ways kernel,fla,chunk] [--kinds gla,…]
 
 bfloat16, H=4, K=V=64; forward, and forward with backward, in milliseconds: the median of many runs, each awaited.
 Errors are those of the same kind of input against the time loop in float64 at T=512.
@@ -32,7 +32,7 @@ def timed(run: Callable[[], Any], wait: Callable[[Any], Any], budget: float = 0.
     return statistics.median(times)
 
 
-def torch_rows() -> list[dict[str, Any]]:
+def torch_rows(kinds: list[str], only_ways: list[str]) -> list[dict[str, Any]]:
     import torch
 
     from pararnn.linear_attention import gla, rwkv6, rwkv7
@@ -56,6 +56,7 @@ def torch_rows() -> list[dict[str, Any]]:
         ("gla", "chunk (torch)", lambda *x: gla(*x, form="chunk")[0]),
         ("rwkv6", "kernel", lambda *x: rwkv6(*x, form="kernel")[0]),
         ("rwkv6", "chunk (torch)", lambda *x: rwkv6(*x, form="chunk")[0]),
+        ("rwkv7", "kernel", lambda *x: rwkv7(*x, form="kernel")[0]),
         ("rwkv7", "chunk (torch)", lambda *x: rwkv7(*x, form="chunk")[0]),
     ]
     try:
@@ -76,6 +77,8 @@ def torch_rows() -> list[dict[str, Any]]:
         torch.cuda.synchronize()
 
     for kind, way, run in ways:
+        if kind not in kinds or way.split()[0] not in only_ways:
+            continue
         small = arrays(kind, 1, 512)
         truth = loops[kind](*(x.double() for x in small), form="recurrent")[0]
         try:
@@ -105,7 +108,7 @@ def torch_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def jax_rows() -> list[dict[str, Any]]:
+def jax_rows(kinds: list[str]) -> list[dict[str, Any]]:
     import jax
     import jax.numpy as jnp
 
@@ -113,6 +116,8 @@ def jax_rows() -> list[dict[str, Any]]:
 
     rows = []
     for kind, function in (("gla", gla), ("rwkv6", rwkv6), ("rwkv7", rwkv7)):
+        if kind not in kinds:
+            continue
         for batch, length in SHAPES:
             keys = jax.random.split(jax.random.key(0), 7)
             size = (batch, length, HEADS, WIDTH)
@@ -148,9 +153,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
     parser.add_argument("--only", choices=["torch", "jax"])
+    parser.add_argument("--ways", default="kernel,fla,chunk")
+    parser.add_argument("--kinds", default="gla,rwkv6,rwkv7")
     given = parser.parse_args()
-    found = [] if given.only == "jax" else torch_rows()
-    found += [] if given.only == "torch" else jax_rows()
+    kinds = given.kinds.split(",")
+    found = [] if given.only == "jax" else torch_rows(kinds, given.ways.split(","))
+    found += [] if given.only == "torch" else jax_rows(kinds)
     if given.json:
         with open(given.json, "w") as file:
             json.dump(found, file, indent=1)

@@ -138,8 +138,8 @@ def scan_chunks(
 
 @triton.jit
 def _level(queries, keys, decays, size, BEFORE: tl.constexpr, C: tl.constexpr):
-    """Queries of right halves and keys of left ones of `size` rows with their decays; the decays, whose scores they make,
-    and the steps that each decay is of."""
+    """Queries of right halves and keys of left ones of `size` rows with their decays; then the decays, the right rows,
+    the scores of this level, and the steps that each decay is of."""
     step = tl.arange(0, C)
     right = (step // size) % 2 == 1
     within = step[:, None] // size == step[None, :] // size

@@ -14,12 +14,29 @@ from pararnn.linear_attention.inputs import Call
 from pararnn.linear_attention.run import pull_back_rank_one
 from pararnn.linear_attention.states import chunk_states
 from pararnn_triton import linear_attention_kernels as kernels
-from pararnn_triton.interpreter import patch
+from pararnn_triton.launch import Launches
 
-patch()
+# Steps in a chunk, how often it can be halved, and chunks that a scan takes at once.
+CHUNK, LEVELS, ROWS = 64, 6, 32
 
-# Steps in a chunk, and chunks that a scan takes at once.
-CHUNK, ROWS = 64, 32
+
+_known: dict[tuple[Any, ...], Launches] = {}
+# Layouts that are remembered; beyond that the oldest go.
+_REMEMBERED = 256
+
+
+def start(
+    kernel: Any, grid: int, warps: int, tensors: tuple[Any, ...], numbers: tuple[Any, ...], *constants: Any
+) -> None:
+    """Launches a kernel, past Triton's own argument handling once a call of this layout was compiled."""
+    kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
+    key = (kernel, grid, warps, numbers, constants, kinds, tensors[0].device)
+    found = _known.get(key)
+    if found is None:
+        if len(_known) >= _REMEMBERED:
+            _known.pop(next(iter(_known)))
+        found = _known[key] = Launches(grid, warps, numbers, [(kernel, *constants)])
+    found(*tensors)
 
 
 @dataclass(frozen=True)
@@ -42,24 +59,23 @@ class Sizes:
         return triton.cdiv(self.time, CHUNK)
 
     @property
-    def grid(self) -> tuple[int]:
-        return (self.batch * self.heads * self.chunks,)
+    def grid(self) -> int:
+        return self.batch * self.heads * self.chunks
 
     @property
     def numbers(self) -> tuple[int, ...]:
         return self.time, self.chunks, self.heads, self.keys, self.values, self.channels
 
     @property
-    def tiles(self) -> dict[str, Any]:
+    def shared(self) -> bool:
+        """Whether one decay serves several channels."""
+        return self.channels == 1 and self.keys != 1
+
+    @property
+    def tiles(self) -> tuple[int, int, int]:
+        """C, BK, BV."""
         keys, values = (max(16, triton.next_power_of_2(n)) for n in (self.keys, self.values))
-        return {
-            "BEFORE": self.exclusive,
-            "SHARED": self.channels == 1 and self.keys != 1,
-            "PRECISION": self.precision,
-            "C": CHUNK,
-            "BK": keys,
-            "BV": min(values, 64),
-        }
+        return CHUNK, keys, min(values, 64)
 
     def empty_states(self, like: torch.Tensor) -> torch.Tensor:
         shape = (self.batch * self.heads, self.chunks, self.keys, self.values)
@@ -67,8 +83,17 @@ class Sizes:
 
 
 def products(sizes: Sizes, x: Any, y: Any, g: Any, shifts: Any, wholes: Any, from_start: bool) -> None:
-    kernels.chunk_products[sizes.grid](
-        x, y, g, shifts, wholes, *sizes.numbers, FROM_START=from_start, **sizes.tiles, num_warps=4
+    start(
+        kernels.chunk_products,
+        sizes.grid,
+        4,
+        (x, y, g, shifts, wholes),
+        sizes.numbers,
+        from_start,
+        sizes.exclusive,
+        sizes.shared,
+        sizes.precision,
+        *sizes.tiles,
     )
 
 
@@ -77,10 +102,17 @@ def scan(sizes: Sizes, shifts: Any, wholes: Any, initial: Any, reverse: bool) ->
     befores, final = torch.empty_like(shifts), torch.empty_like(initial)
     block = 32
     blocks = triton.cdiv(sizes.keys * sizes.values, block)
-    kernels.scan_chunks[(sizes.batch * sizes.heads * blocks,)](
-        shifts, wholes, initial, befores, final, sizes.chunks, sizes.keys, sizes.values, blocks,
-        REVERSE=reverse, R=ROWS, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+    numbers = (sizes.chunks, sizes.keys, sizes.values, blocks)
+    start(
+        kernels.scan_chunks,
+        sizes.batch * sizes.heads * blocks,
+        4,
+        (shifts, wholes, initial, befores, final),
+        numbers,
+        reverse,
+        ROWS,
+        block,
+    )
     return befores, final
 
 
@@ -95,10 +127,19 @@ class DiagonalRecurrence(torch.autograd.Function):
         wholes = torch.empty(shifts.shape[:-1], dtype=torch.float32, device=q.device)
         products(sizes, k, v, g, shifts, wholes, False)
         befores, final = scan(sizes, shifts, wholes, initial, False)
-        kernels.outputs[sizes.grid](
-            q, k, v, g, u, befores, out, sizes.scale, *sizes.numbers,
-            BONUS=sizes.bonus, LEVELS=CHUNK.bit_length() - 1, **sizes.tiles, num_warps=4,
-        )  # fmt: skip
+        start(
+            kernels.outputs,
+            sizes.grid,
+            4,
+            (q, k, v, g, u, befores, out),
+            (sizes.scale, *sizes.numbers),
+            sizes.exclusive,
+            sizes.bonus,
+            sizes.shared,
+            sizes.precision,
+            LEVELS,
+            *sizes.tiles,
+        )
         ctx.sizes = sizes
         ctx.save_for_backward(q, k, v, g, u, befores, wholes)
         return out, final
@@ -116,10 +157,20 @@ class DiagonalRecurrence(torch.autograd.Function):
         afters, of_initial = scan(sizes, shifts, wholes, last, True)
         of_q, of_k, of_v, of_g = (torch.empty_like(x) for x in (q, k, v, g))
         of_u = torch.empty_like(wholes) if sizes.bonus else wholes
-        kernels.gradients[sizes.grid](
-            q, k, v, g, u, befores, afters, wholes, given, of_q, of_k, of_v, of_g, of_u, sizes.scale, *sizes.numbers,
-            BONUS=sizes.bonus, LEVELS=CHUNK.bit_length() - 1, **sizes.tiles, num_warps=8,
-        )  # fmt: skip
+        tensors = (q, k, v, g, u, befores, afters, wholes, given, of_q, of_k, of_v, of_g, of_u)
+        start(
+            kernels.gradients,
+            sizes.grid,
+            8,
+            tensors,
+            (sizes.scale, *sizes.numbers),
+            sizes.exclusive,
+            sizes.bonus,
+            sizes.shared,
+            sizes.precision,
+            LEVELS,
+            *sizes.tiles,
+        )
         of_bonus = None
         if sizes.bonus:
             by_head = of_u.reshape(sizes.batch, sizes.heads, sizes.chunks, sizes.keys)
@@ -147,7 +198,7 @@ class RankOneRecurrence(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*arrays)
         *operands, initial = (x.contiguous() for x in arrays)
-        r, w, k, v, a, b = operands
+        r, _, k, v, a, b = operands
         batch, time, heads, keys = k.shape
         values, chunks = v.shape[-1], triton.cdiv(time, CHUNK)
         exact = any(x.dtype == torch.float32 for x in (r, k, v, a, b))
@@ -156,11 +207,19 @@ class RankOneRecurrence(torch.autograd.Function):
         maps, shifts = torch.empty((*front, keys, keys), **kind), torch.empty((*front, keys, values), **kind)
         reads, parts = torch.empty((*front, CHUNK, keys), **kind), torch.empty((*front, CHUNK, values), **kind)
         wide, high = (max(16, triton.next_power_of_2(n)) for n in (keys, values))
-        kernels.rank_one_chunks[(batch * heads * chunks,)](
-            r, w, k, v, a, b, maps, shifts, reads, parts, call.scale, time, chunks, heads, keys, values,
-            PRECISION="tf32x3" if exact else "tf32", LEVELS=CHUNK.bit_length() - 1, C=CHUNK, BK=wide, BV=min(high, 64),
-            num_warps=8,
-        )  # fmt: skip
+        tensors = (*operands, maps, shifts, reads, parts)
+        start(
+            kernels.rank_one_chunks,
+            batch * heads * chunks,
+            8,
+            tensors,
+            (call.scale, time, chunks, heads, keys, values),
+            "tf32x3" if exact else "tf32",
+            LEVELS,
+            CHUNK,
+            wide,
+            min(high, 64),
+        )
         frame = frame_of(time, CHUNK, None)
         starts, final = chunk_states(call.xp, maps, shifts, initial, frame)
         whole = (parts + reads @ starts).permute(0, 2, 3, 1, 4).reshape(batch, chunks * CHUNK, heads, values)
