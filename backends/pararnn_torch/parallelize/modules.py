@@ -34,7 +34,7 @@ class ParallelLayers(nn.RNNBase):
     """
 
     config: NewtonConfig
-    last_stats: NewtonStats | None
+    _reports: list[NewtonStats]
     # The stock cells of the first layer and of those above it.
     _kinds: tuple[MixingCell, MixingCell]
     _ticket: str
@@ -53,7 +53,7 @@ class ParallelLayers(nn.RNNBase):
         return new
 
     def _set_up(self, config: NewtonConfig) -> None:
-        self.config, self.last_stats = config, None
+        self.config, self._reports = config, []
         above = (self.proj_size or self.hidden_size) * (2 if self.bidirectional else 1)
         first, upper = (kind_of(self.mode, features, self.hidden_size) for features in (self.input_size, above))
         self._kinds = (first, upper)
@@ -65,11 +65,22 @@ class ParallelLayers(nn.RNNBase):
         # A copy listens for itself.
         self._ticket = ticket_for(self)
 
+    @property
+    def last_stats(self) -> NewtonStats | None:
+        """Of the last forward; None before the first."""
+        # When somebody asks, and not before: reading numbers may have to wait for a device.
+        found = self._reports
+        return found[0] if len(found) == 1 else worst(found) if found else None
+
     def heard(self, stats: NewtonStats) -> None:
         """Keeps what a solve reports."""
-        # The exponent would be computed from the states, and keep them alive until the next call.
-        stats.lyapunov = math.nan
-        self.last_stats = stats
+        self._keep([stats])
+
+    def _keep(self, reports: list[NewtonStats]) -> None:
+        for stats in reports:
+            # The exponent would be computed from the states, and keep them alive until the next call.
+            stats.lyapunov = math.nan
+        self._reports = reports
 
     def forward(self, input: Any, hx: Any = None) -> Any:  # type: ignore[override]
         """As torch.nn's: the output and the last state, of a tensor (T, B, I), (B, T, I), (T, I) or a PackedSequence.
@@ -204,10 +215,10 @@ class ParallelLayers(nn.RNNBase):
             x = sides[0] if len(sides) == 1 else torch.cat(sides, dim=2)
             if self.dropout and self.training and layer + 1 < self.num_layers:
                 x = self._dropped(x, lengths)
-        if reports := orders.reports:
+        if orders.reports:
             # Compiled solves report by themselves, one by one.
-            self.heard(reports[0] if len(reports) == 1 else worst(reports))
-            if self.last_stats is not None and self.last_stats.walked == 1.0:
+            self._keep(orders.reports)
+            if x.device.type == "cpu" and any(stats.walked == 1.0 for stats in orders.reports):
                 self._choice.rest()
         return x, tuple(torch.stack(each) for each in zip(*ends, strict=True))
 
