@@ -94,11 +94,15 @@ class CupyBackend(Backend):
         tol = -1.0 if config.exact else tolerance(config, problem)
         accept = 5.0 * tol
         with quiet(problem.xp), self.card(problem) as card:
+            gates = _gates(problem)
             states, estimate, counts = run_forward(
-                card, _programs(problem), dtype_name(problem.dtype), *_operands(problem), _guess(problem),
+                card, _programs(problem), dtype_name(problem.dtype), gates, *_operands(problem), _guess(problem),
                 layout, tol, accept, _told(problem),
             )  # fmt: skip
         states = states[:, :, 0, :] if problem.cell.state_slots == 1 else states
+        if problem.kept is not None:
+            # One product in four of a training step.
+            problem.kept["gates", card.address(states)] = gates
         xp, lanes = problem.xp, problem.shape[0] * problem.shape[3] * layout.segments
         stats = NewtonStats(
             scan_backend=self.name,
@@ -150,8 +154,11 @@ class CupyBackend(Backend):
             if told.starts is not None:
                 # A start that no step loads keeps its zero.
                 told = told._replace(grad_starts=xp.zeros_like(told.starts))
+            # Taken away, because their cotangents overwrite them; a second gradient makes them again.
+            gates = None if problem.kept is None else problem.kept.pop(("gates", card.address(whole)), None)
             d_gates, sums, d_h0 = run_backward(
-                card, _programs(problem), dtype_name(problem.dtype), *_operands(problem), whole, given,
+                card, _programs(problem), dtype_name(problem.dtype), _gates(problem) if gates is None else gates,
+                *_operands(problem), whole, given,
                 _layout(problem, backward=True), told,
             )  # fmt: skip
             totals = xp.sum(sums, axis=1)
@@ -200,7 +207,7 @@ def _on_device(problem: Problem) -> Problem:
     xp = resolve_namespace(cupy)
     names = ("x", "h0", "guess", "head", "starts", "places", "hold", "offsets")
     moved: dict[str, Any] = {n: cupy.asarray(a) for n in names if (a := getattr(problem, n)) is not None}
-    return replace(problem, cell=problem.cell.to(xp), xp=xp, **moved)
+    return replace(problem, cell=problem.cell.to(xp), xp=xp, kept=None, **moved)
 
 
 def _programs(problem: Problem) -> StepPrograms:
@@ -259,17 +266,22 @@ def _contiguous(xp: Any, a: Array) -> Array:
     return a.contiguous() if namespace_name(xp) == "torch" else xp.asarray(a, order="C")
 
 
-def _operands(problem: Problem) -> tuple[Array, Array, Array | None, Array]:
-    """Gate inputs (B, T, G, D) without their bias in the input's dtype; in the work dtype bias, h0 and params."""
+def _gates(problem: Problem) -> Array:
+    """Gate inputs (B, T, G, D) without their bias, in the input's dtype."""
     xp, cell = problem.xp, problem.cell
     batch, time, features, width = problem.shape
+    gates = xp.reshape(problem.x, (batch * time, features)) @ xp.matrix_transpose(cell.W_x.weight)
+    return _contiguous(xp, xp.reshape(gates, (batch, time, len(cell.gates), width)))
+
+
+def _operands(problem: Problem) -> tuple[Array, Array | None, Array]:
+    """Bias, h0 and params in the work dtype."""
+    xp, cell = problem.xp, problem.cell
+    batch, _, _, width = problem.shape
     work = problem.work_dtype
-    weight, bias = cell.W_x
-    gates = xp.reshape(problem.x, (batch * time, features)) @ xp.matrix_transpose(weight)
-    gates = _contiguous(xp, xp.reshape(gates, (batch, time, len(cell.gates), width)))
     values = cell.recurrent(xp, work)
     params = xp.stack(values) if values else xp.zeros((1, width), dtype=work, device=problem.device)
     h0 = None
     if problem.h0 is not None:
         h0 = _contiguous(xp, xp.reshape(cast(xp, problem.h0, work), (batch, cell.state_slots, width)))
-    return gates, _contiguous(xp, cast(xp, bias, work)), h0, _contiguous(xp, params)
+    return _contiguous(xp, cast(xp, cell.W_x.bias, work)), h0, _contiguous(xp, params)

@@ -145,6 +145,7 @@ extern "C" __global__ void join_maps(const work_t *maps, const work_t *offsets, 
     for (int k = 0; k < SLOTS; k++) grad_h0[(at.b * SLOTS + k) * D + at.d] = v[k];
 }
 
+// The cotangents of the gate inputs may be written over them: a thread reads its rows before it writes them.
 // Without futures there is one segment, and its cotangent at the front is that of h0.
 extern "C" __global__ void back_propagate(const store_t *gates, const work_t *biases, const work_t *h0,
                                           const work_t *params, const int *heads, const work_t *begun,

@@ -123,10 +123,11 @@ def run_backward(
     layout: Layout,
     told: Told = NOTHING,
 ) -> tuple[Array, Array, Array]:
-    """Cotangents of the gate inputs, of the params and the bias by segment, and of h0.
+    """Cotangents of the gate inputs in their place, of the params and the bias by segment, and of h0.
 
     Args:
-        gates, bias, h0, params: as in run_forward. states, cotangent: (B, T, S, D), contiguous, in `dtype`.
+        gates, bias, h0, params: as in run_forward; the cotangents of the gates overwrite them.
+        states, cotangent: (B, T, S, D), contiguous, in `dtype`.
 
     Returns:
         (B, T, G, D) in `dtype`; (P + G, B·C, D) and (B, S, D) in the work dtype.
@@ -136,10 +137,9 @@ def run_backward(
     threads = batch * segments * width
     shape = (batch, time, width, layout.length, segments)
     given = tuple(map(card.address, (gates, bias, h0, params, *told[:3], states, cotangent)))
-    grad_gates = card.empty(tuple(gates.shape), dtype)
     grad_h0 = card.empty((batch, size, width), work)
     sums = card.empty((len(programs.params) + count, batch * segments, width), work)
-    out = tuple(map(card.address, (grad_h0, grad_gates, sums, told.grad_starts)))
+    out = tuple(map(card.address, (grad_h0, gates, sums, told.grad_starts)))
     futures = 0
     if segments > 1:
         entries, shift = len(programs.n.flat), size + len(programs.cut_names)
@@ -150,7 +150,7 @@ def run_backward(
         card.launch("adjoint_maps", threads, layout.block, (*given, maps, offsets, *shape))
         card.launch("join_maps", batch * width, 32, (maps, offsets, futures, out[0], batch, width, segments))
     card.launch("back_propagate", threads, layout.block, (*given, futures, *out, *shape, told.documents))
-    return grad_gates, sums, grad_h0
+    return gates, sums, grad_h0
 
 
 def work_name(dtype: str) -> str:
