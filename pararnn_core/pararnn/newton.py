@@ -49,8 +49,8 @@ def newton_apply(
     Newton's method on the states at segment starts; what does not settle is finished exactly, so the result is right
     for chaotic networks too (at the time loop's speed). See ``docs/how-it-works.md``.
 
-    On PyTorch tensors autograd works as usual: gradients reach x, the cell's arrays and h0 (see ``docs/pytorch.md``).
-    Elsewhere newton_vjp gives them.
+    On PyTorch tensors autograd works as usual, and on JAX arrays ``jax.grad``: gradients reach x, the cell's arrays and
+    h0 (see ``docs/pytorch.md``, ``docs/jax.md``). Elsewhere newton_vjp gives them.
 
     Args:
         cell: a ChannelwiseCell, its arrays of the same library and dtype as `x`.
