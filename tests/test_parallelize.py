@@ -441,6 +441,37 @@ def test_a_traced_model_and_torch_func():
     assert (torch.func.vmap(lambda part: parallel(part)[0])(x) - each).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_gradients_by_sample_and_ensembles(kind):
+    module = make(kind, num_layers=2, bidirectional=True, batch_first=True)
+    parallel, x = parallelize(module, config=SEGMENTS), draw(3, 40, 3)
+
+    def loss(weights, sample):
+        return torch.func.functional_call(parallel, weights, (sample[None],))[0].square().sum()
+
+    weights = dict(parallel.named_parameters())
+    found = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+    for n in range(3):
+        wanted = torch.autograd.grad(module(x[n : n + 1])[0].square().sum(), list(module.parameters()))
+        assert all((a[n] - b).abs().max() < 1e-10 for a, b in zip(found.values(), wanted, strict=True))
+    several = [parallelize(make(kind, seed=seed, batch_first=True), config=SEGMENTS) for seed in range(3)]
+    stacked, _ = torch.func.stack_module_state(several)
+    outputs = torch.func.vmap(lambda w: torch.func.functional_call(several[0], w, (x,))[0])(stacked)
+    for member, output in zip(several, outputs, strict=True):
+        assert (member(x)[0] - output).abs().max() < 1e-10
+
+
+def test_second_derivatives_are_refused_and_torchs_loop_still_gives_them():
+    module, x = make("gru", batch_first=True), draw(1, 20, 3).requires_grad_()
+    for parallel, refused in ((parallelize(module, config=SEGMENTS), True), (parallelize(module), False)):
+        (first,) = torch.autograd.grad(parallel(x)[0].square().sum(), x, create_graph=True)
+        if refused:
+            with pytest.raises(RuntimeError, match="first derivatives"):
+                first.sum().backward()
+        else:
+            first.sum().backward()
+
+
 def test_a_batch_of_nothing():
     assert parallelize(nn.LSTM(3, 4, batch_first=True), config=SEGMENTS)(torch.zeros(0, 40, 3))[0].shape == (0, 40, 4)
 
