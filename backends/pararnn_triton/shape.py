@@ -34,8 +34,7 @@ def choose_shape(
         # Two channels a thread: half as many loads for the same bytes in flight.
         block, warps = 64, 1
     else:
-        block = 32 if lanes <= 32768 else 64 if lanes <= 65536 else 128
-        warps = max(1, block // 32)
+        block, warps = (32, 1) if lanes <= 32768 else (64, 1) if lanes <= 65536 else (128, 4)
     loop = Shape(max(time, 1), 1, 0, block, warps, 1)
     if segment_len is None:
         # With this many channels the plain loop already keeps the memory busy; short ones end before a join would.
@@ -49,7 +48,7 @@ def choose_shape(
     return Shape(
         segment_len,
         -(-time // segment_len),
-        min(segment_len, 64) if warmup is None else warmup,
+        min(segment_len, 48) if warmup is None else warmup,
         block,
         warps,
         # The first two launches only compare; what they leave open needs a third that finishes.
