@@ -190,3 +190,27 @@ def test_in_a_layer():
     x = torch.as_tensor(inputs((2, 40, 4))).requires_grad_()
     layer(x).square().sum().backward()
     assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in layer.parameters())
+
+
+@pytest.mark.parametrize("library", ["array_api_strict", "jax.numpy", "torch"])
+@pytest.mark.parametrize("name", ["gru head", "m2rnn"])
+def test_every_library_gives_numpys_numbers(library, name):
+    """States and gradients on other libraries' arrays, in place."""
+    xp = pytest.importorskip(library)
+    cell, x = CELLS[name](seed=0), inputs((2, 25, 4), dtype=np.float32)
+    config = NewtonConfig(segment_len=8)
+    states, pull_back = newton_vjp(cell, x, config)
+    cotangent = inputs(states.shape, 3, np.float32)
+    theirs, pull_back_theirs = newton_vjp(cell.to(xp), xp.asarray(x), config)
+    assert type(theirs) is type(xp.asarray(x))
+    found, wanted = pull_back_theirs(xp.asarray(cotangent)), pull_back(cotangent)
+    pairs = [(theirs, states), (found.x, wanted.x), *((found.params[n], wanted.params[n]) for n in wanted.params)]
+    for a, b in pairs:
+        assert np.abs(np.from_dlpack(a) - b).max() <= 1e-4 * max(1.0, np.abs(b).max())
+
+
+def test_exact_is_the_loop_itself():
+    cell, x = CELLS["gru dense"](seed=0), inputs((2, 90, 4), dtype=np.float32)
+    stats = NewtonStats()
+    found = newton_apply(cell, x, NewtonConfig(exact=True), stats=stats)
+    assert stats.exact and np.array_equal(found, sequential_apply(cell, x))

@@ -62,7 +62,7 @@ def plan(problem: Problem) -> MixPlan:
 
 
 def _settings(problem: Problem, chosen: MixPlan, tol: float, accept: float) -> JointSettings:
-    return JointSettings(tol=tol, accept=accept, exact=False, max_passes=chosen.max_passes or MAX_PASSES)
+    return JointSettings(tol=tol, accept=accept, max_passes=chosen.max_passes or MAX_PASSES)
 
 
 def _filled(problem: Problem, cell: MixingCell) -> Board:

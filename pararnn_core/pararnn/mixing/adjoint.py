@@ -17,7 +17,7 @@ from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, cast, quiet
 from pararnn.mixing.joints import DEFAULT_MAX_PASSES, ArrayJoints, Gain, JointSettings, put_rows, settle, warmup_gain
 from pararnn.mixing.plan import plan_mixing
-from pararnn.mixing.rows import Rows
+from pararnn.mixing.rows import Rows, running_product
 from pararnn.problem import Problem
 from pararnn.solve import tolerance
 
@@ -46,7 +46,7 @@ def _swept(
     rows = cell.rows(problem)
     tol = tolerance(problem.config, problem) if problem.config.pinned(problem.shape[1]) is None else 1e-5
     tol = min(tol, 1e-12) if str(problem.work_dtype).endswith("64") else tol
-    settings = JointSettings(tol=0.1 * tol, accept=tol, exact=False, max_passes=DEFAULT_MAX_PASSES, one_scale=True)
+    settings = JointSettings(tol=0.1 * tol, accept=tol, max_passes=DEFAULT_MAX_PASSES, one_scale=True)
     entries = [(j, i) for i, j in rows.entries]
     work = problem.work_dtype
     slots = problem.slots_of(states)
@@ -70,7 +70,7 @@ def _swept(
             future, _ = sweep.run(None, future)
         else:
             starts, gain = sweep.warmed(warmup, future)
-            joints = ArrayJoints(xp, future, starts, sweep.run, entries, settings, gain)
+            joints = ArrayJoints(xp, future, starts, sweep.run, entries, settings, sweep.diagonals, gain)
             out = settle(joints, settings, error)
             if not bool(np.all(out.settled)):
                 return None
@@ -119,7 +119,6 @@ class _Sweep:
         self.tape, self.given = self._travelled(tape), self._travelled(given)
         self.kept: list[Array] = []
         self.last: list[Array] = []
-        self.products: list[Array] | None = None
         # The first pass's cotangents where the warm-up began, to measure what the steps between make of a difference.
         self.seen_at = -1
         self.seen: list[Array] = []
@@ -138,7 +137,7 @@ class _Sweep:
         now = [a[:, l, ...] for a in arrays]
         return now if index is None else [self.xp.take(a, index, axis=0) for a in now]
 
-    def run(self, index: Array | None, starts: list[Array]) -> tuple[list[Array], list[Array]]:
+    def run(self, index: Array | None, starts: list[Array]) -> tuple[list[Array], list[Array] | None]:
         xp, nu = self.xp, starts
         columns: list[list[Array]] | None = None
         for l in range(self.length - 1, -1, -1):
@@ -155,26 +154,11 @@ class _Sweep:
         else:
             self.kept = [put_rows(xp, a, index, b) for a, b in zip(self.kept, made, strict=True)]
             self.last = [put_rows(xp, a, index, b) for a, b in zip(self.last, nu, strict=True)]
-        if self.count == 1:
-            return nu, []
-        products = self._products()
-        return nu, products if index is None else [xp.take(p, index, axis=0) for p in products]
+        return nu, None
 
-    def _products(self) -> list[Array]:
-        """The running products of the steps' true diagonals, by row; the transposed ones are the same entries."""
-        if self.products is None:
-            size, where = self.rows.size, self.rows.entries
-            steps = self.rows.diagonal(self.tape)
-            total = self.rows.identity(self.tape[0][:, 0, ...])
-            for l in range(self.length):
-                now = dict(zip(where, (s[:, l, ...] for s in steps), strict=True))
-                past = dict(zip(where, total, strict=True))
-                total = [
-                    sum(now[i, k] * past[k, j] for k in range(size) if (i, k) in now and (k, j) in past)
-                    for i, j in where
-                ]
-            self.products = total
-        return self.products
+    def diagonals(self) -> list[Array]:
+        """Of all segments; those of the transposed Jacobians are the same numbers, and no sweep changes them."""
+        return running_product(self.rows, self.tape)
 
     def warmed(self, steps: int, future: list[Array]) -> tuple[list[Array], Gain]:
         """Starts (B, C-1, …) after the sweep of the first `steps` steps of the segment to the right, from nothing."""

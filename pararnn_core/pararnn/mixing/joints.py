@@ -36,7 +36,6 @@ class JointSettings:
 
     tol: float
     accept: float
-    exact: bool
     max_passes: int
     # A pinned number of corrections: no test, no finish; each is relaxed by omega, and they end early at the residual.
     corrections: int | None = None
@@ -57,7 +56,6 @@ class Settled:
     end_error: np.ndarray
     passes: int = 0
     corrections: int = 0
-    exact: bool = False
     history: list[float] = field(default_factory=list)
     # log of the measured growth per segment, mean over the segments; the largest of any sequence.
     growth: float = float("nan")
@@ -114,19 +112,18 @@ def settle(joints: Joints, settings: JointSettings, error: np.ndarray) -> Settle
         within, at_end = _carried(norms, growth, error)
         worst = float(np.max(norms, initial=0.0))
         out.history.append(worst)
-        out.error, out.end_error, out.exact = within, at_end, bool(np.all(norms == 0.0))
+        out.error, out.end_error = within, at_end
         done = np.zeros(batch, bool)
         if settings.corrections is not None:
             small = settings.residual_atol is not None and worst < settings.residual_atol
             if small or out.corrections == settings.corrections:
                 break
         else:
-            joined = np.all(norms == 0.0, axis=1)
-            done = joined & (within <= settings.accept) if settings.exact else within <= settings.tol
+            done = within <= settings.tol
             past = out.history[-1 - PATIENCE] if len(out.history) > PATIENCE else math.inf
             stalled = not worst <= 0.5 * past
             ended = stalled or out.passes >= settings.max_passes
-            if ended and not settings.exact:
+            if ended:
                 done = done | (within <= settings.accept)
             out.settled = done
             if bool(np.all(done)):
@@ -154,8 +151,9 @@ def settle(joints: Joints, settings: JointSettings, error: np.ndarray) -> Settle
     return out
 
 
-# run(rows, starts) runs the segments in `rows` (None for all) from `starts` and gives their ends and diagonals.
-Run = Callable[[Array | None, list[Array]], tuple[list[Array], list[Array]]]
+# run(rows, starts) runs the segments in `rows` (None for all) from `starts` and gives their ends, and their diagonals
+# unless those are to be had, for all segments at once, from another function when a correction first needs them.
+Run = Callable[[Array | None, list[Array]], tuple[list[Array], list[Array] | None]]
 # gain(mismatches, scales): how much of a difference at a segment's start is left at its end, (B, C).
 Gain = Callable[[list[Array], list[float]], np.ndarray]
 
@@ -166,6 +164,7 @@ class ArrayJoints:
     Args:
         first, starts: the exact first start (B, …) and the guessed others (B, C-1, …), by slot.
         entries: (row, column) of each diagonal that a run gives back.
+        diagonals: gives the diagonals of the first pass, which most networks never need.
         gain: from the first mismatches and the scales, a first measurement of g.
     """
 
@@ -177,8 +176,10 @@ class ArrayJoints:
         run: Run,
         entries: Sequence[tuple[int, int]],
         settings: JointSettings,
+        diagonals: Callable[[], list[Array]],
         gain: Gain | None = None,
     ) -> None:
+        self.diagonals = diagonals
         self.xp, self.run, self.entries, self.settings, self.gain = xp, run, entries, settings, gain
         self.s = [xp.concat([xp.expand_dims(f, axis=1), g], axis=1) for f, g in zip(first, starts, strict=True)]
         self.e: list[Array] = []
@@ -189,8 +190,8 @@ class ArrayJoints:
 
     def begin(self) -> Measured:
         xp = self.xp
-        ends, diagonal = self.run(None, [_flat(xp, a) for a in self.s])
-        self.e, self.m = self._split(ends), self._split(diagonal)
+        ends, _ = self.run(None, [_flat(xp, a) for a in self.s])
+        self.e = self._split(ends)
         scale = self._scales()
         gaps = self._gaps()
         growth = None if self.gain is None else self.gain(gaps, scale)
@@ -199,6 +200,8 @@ class ArrayJoints:
     def again(self, keep: np.ndarray) -> Measured | None:
         xp, batch, count = self.xp, self.batch, self.count
         old_s, old_e = self.s, self.e
+        if not self.m:
+            self.m = self._split(self.diagonals())
         new = _corrected(xp, self.s, self.e, self.m, self.entries, self.boxes)
         if self.settings.omega != 1.0:
             new = [a + self.settings.omega * _gap(xp, b, a) for a, b in zip(old_s, new, strict=True)]
@@ -212,7 +215,8 @@ class ArrayJoints:
             return None
         if len(rows) == batch * count:
             ends, diagonal = self.run(None, [_flat(xp, a) for a in new])
-            self.s, self.e, self.m = new, self._split(ends), self._split(diagonal)
+            self.s, self.e = new, self._split(ends)
+            self.m = self.m if diagonal is None else self._split(diagonal)
         else:
             index, mask = xp.asarray(rows, device=where), xp.asarray(changed, device=where)
             ends, diagonal = self.run(index, [xp.take(_flat(xp, a), index, axis=0) for a in new])
@@ -220,7 +224,9 @@ class ArrayJoints:
             # Copies, because what the ends were is compared with what they are.
             flat = [xp.asarray(_flat(xp, a), copy=True) for a in old_e]
             self.e = self._split([put_rows(xp, a, index, b) for a, b in zip(flat, ends, strict=True)])
-            self.m = self._split([put_rows(xp, _flat(xp, a), index, b) for a, b in zip(self.m, diagonal, strict=True)])
+            if diagonal is not None:
+                flat = [_flat(xp, a) for a in self.m]
+                self.m = self._split([put_rows(xp, a, index, b) for a, b in zip(flat, diagonal, strict=True)])
         scale = self._scales()
         return Measured(
             _host(xp, _norm(xp, self._gaps(), scale)),

@@ -126,6 +126,9 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
     warmup = DEFAULT_WARMUP if config.warmup is None else config.warmup
     if time <= 1 or (wanted is not None and wanted >= time):
         return MixPlan("sequential", max(time, 1), 1, 0, None, "one segment covers the whole sequence")
+    if config.exact:
+        why = "exact=True was asked for, and only the loop multiplies in the loop's order"
+        return MixPlan("sequential", time, 1, 0, None, why)
     if wanted is not None:
         count = max(1, min(limit // wanted, WINDOW_BYTES // max(1, wanted * per_step)))
         why = f"segment_len={wanted} was asked for" if config.segment_len else f"{pinned} corrections were asked for"
@@ -145,7 +148,7 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
         before = min(warmup, length)
         once = length * tangent + count * 12 * mixing.state_slots * costs.call_us
         # One pass where a network forgets within the warm-up; trained ones need more.
-        predicted = (limit / (length * count)) * (before * plain + 1.5 * once)
+        predicted = (limit / (length * count)) * ((before + length) * plain + 0.5 * once)
         predicted += (limit % length) * costs.step_us(work, rows, item, tangent=False)
         predicted *= time / limit
         most = max(3, min(24, int(loop / max(1e-9, (time / (length * count)) * once))))

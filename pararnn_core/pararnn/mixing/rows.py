@@ -153,6 +153,18 @@ def _summed(xp: Any, a: Array) -> Array:
     return xp.sum(xp.reshape(a, (-1, a.shape[-1])), axis=0)
 
 
+def running_product(rows: Any, tape: Sequence[Array]) -> list[Array]:
+    """The product of the true diagonals of all steps of a tape (N, L, …), later ones to the left, by row."""
+    size, where = rows.size, rows.entries
+    steps = rows.diagonal(tape)
+    total = rows.identity(tape[0][:, 0, ...])
+    for l in range(int(tape[0].shape[1])):
+        now = dict(zip(where, (s[:, l, ...] for s in steps), strict=True))
+        past = dict(zip(where, total, strict=True))
+        total = [sum(now[i, k] * past[k, j] for k in range(size) if (i, k) in now and (k, j) in past) for i, j in where]
+    return total
+
+
 def _matrix_diagonal(xp: Any, block: Array) -> Array:
     """The diagonal of a matrix (D, D), or of one per head, as (D,)."""
     width = int(block.shape[-1])

@@ -19,7 +19,7 @@ from pararnn.mixing.joints import (
     warmup_gain,
 )
 from pararnn.mixing.plan import MixPlan, plan_mixing
-from pararnn.mixing.rows import Rows
+from pararnn.mixing.rows import Rows, running_product
 from pararnn.problem import Problem
 from pararnn.sequential import run_sequential
 from pararnn.solve import solve_cell_of, tolerance
@@ -71,7 +71,6 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
     settings = JointSettings(
         tol=tol,
         accept=5.0 * tol,
-        exact=config.exact,
         max_passes=config.max_passes or plan.max_passes or DEFAULT_MAX_PASSES,
         corrections=pinned,
         omega=1.0 if pinned is None else float(config.omega),
@@ -89,14 +88,13 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
     pieces: list[list[Array]] = []
     history: list[float] = []
     growths: list[float] = []
-    exact = True
     for first, length, count in plan.windows(time):
         x = cast(xp, problem.x[:, first : first + length * count, :], problem.work_dtype)
         window = SegmentRun(xp, rows, rows.gates(x), batch, count, length)
         if count == 1:
             # A rest shorter than a segment: the loop itself.
             ends = window.walk(start)
-            out = Settled(np.ones(batch, bool), error, error, exact=True)
+            out = Settled(np.ones(batch, bool), error, error)
         else:
             measure: Gain | None = None
             if guess is None:
@@ -104,12 +102,11 @@ def _by_segments(problem: Problem, plan: MixPlan, stats: NewtonStats) -> tuple[A
             else:
                 at = [first + c * length - 1 for c in range(1, count)]
                 starts = [xp.stack([g[:, t, ...] for t in at], axis=1) for g in guess]
-            joints = ArrayJoints(xp, start, starts, window.run, rows.entries, settings, measure)
+            joints = ArrayJoints(xp, start, starts, window.run, rows.entries, settings, window.diagonals, measure)
             out = settle(joints, settings, error)
             ends = window.ends()
         start, error = ends, out.end_error
         settled &= out.settled
-        exact &= out.exact
         history += out.history
         stats.windows += 1
         stats.passes = max(stats.passes, out.passes)
@@ -144,25 +141,41 @@ class SegmentRun:
         # Rows are ordered (B, C), so that this is a view of the layout in time.
         self.gates = [xp.reshape(g, (batch * count, length, *g.shape[2:])) for g in gates]
         self.kept: list[Array] = []
+        # The states before each step, after the first pass.
+        self.before: list[Array] = []
 
     def at(self, l: int, index: Array | None) -> list[Array]:
         now = [g[:, l, ...] for g in self.gates]
         return now if index is None else [self.xp.take(g, index, axis=0) for g in now]
 
-    def run(self, index: Array | None, starts: list[Array]) -> tuple[list[Array], list[Array]]:
+    def run(self, index: Array | None, starts: list[Array]) -> tuple[list[Array], list[Array] | None]:
+        """The first pass without diagonals; what has to run again is likely to be corrected again."""
         xp, slots = self.xp, starts
+        first = not self.kept
         tangent = self.rows.identity(starts[0])
-        columns: list[list[Array]] = [[] for _ in slots]
+        columns: list[list[Array]] = [[s] for s in slots] if first else [[] for _ in slots]
         for l in range(self.length):
-            slots, tangent = self.rows.step_tangent(slots, tangent, self.at(l, index))
+            if first:
+                slots = self.rows.step(slots, self.at(l, index))
+            else:
+                slots, tangent = self.rows.step_tangent(slots, tangent, self.at(l, index))
             for column, value in zip(columns, slots, strict=True):
                 column.append(value)
         made = [xp.stack(column, axis=1) for column in columns]
+        if first:
+            self.before = [a[:, :-1, ...] for a in made]
+            self.kept = [a[:, 1:, ...] for a in made]
+            return slots, None
+        self.before = []
         if index is None:
             self.kept = made
         else:
             self.kept = [put_rows(xp, a, index, b) for a, b in zip(self.kept, made, strict=True)]
         return slots, tangent
+
+    def diagonals(self) -> list[Array]:
+        """The diagonals of the first pass, from its states."""
+        return running_product(self.rows, self.rows.tape(self.before, self.gates))
 
     def walk(self, slots: list[Array]) -> list[Array]:
         """The plain loop over the window, whose one segment is the whole of it."""
