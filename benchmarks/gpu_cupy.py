@@ -153,6 +153,8 @@ def main() -> None:
             if row:
                 rows.append(row)
                 show(row)
+    head["seconds"] = round(clock.perf_counter() - began, 1)
+    save("gpu_cupy", head, rows)
     for index, kind in itertools.product(options.layers, (ParaGRU, ParaLSTM, ParaSLSTM)):
         rows.append(layer_row(kind, *LAYERS[index]))
         head["seconds"] = round(clock.perf_counter() - began, 1)
