@@ -17,8 +17,8 @@ from pararnn.mixing.trace import MixPrograms
 from pararnn_triton.launch import _OPTIONS, _module
 from pararnn_triton.mixing_source import mixing_source
 
-# Rows and channels of a program's tile, largest first: the first with which the programs fill the chip is taken. Tiles of
-# 32 and 64 rows gave wrong products or went out of bounds on an H200 (Triton 3.6), though not in the interpreter.
+# Rows and channels of a program's tile, largest first: the first with which the programs fill the chip is taken. Tiles
+# of 32 and 64 rows gave wrong products or went out of bounds on an H200 (Triton 3.6), though not in the interpreter.
 TILES = ((16, 32), (16, 16))
 ENOUGH_PROGRAMS = 120
 # Terms of a product that a program loads at a time, and its warps; channels of a program that joins.
