@@ -24,6 +24,8 @@ from pararnn import (  # noqa: E402
     newton_vjp,
     sequential_apply,
 )
+from pararnn.problem import make_problem  # noqa: E402
+from pararnn_triton import TritonBackend  # noqa: E402
 
 ON_CARD = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CARD else "cpu"
@@ -131,6 +133,21 @@ def test_half_precision_meets_the_first_run_at_its_marks(dtype):
     states = newton_apply(cell, x, config, stats=stats)
     assert torch.equal(states, newton_apply(cell, x, NewtonConfig(scan_backend="triton", segment_len=200)))
     assert stats.exact
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_gradients_of_a_long_memory_run_over_segments():
+    """sLSTM's forward is one loop, but its gradient's segments are affine maps and join however long it remembers."""
+    cell, x = ParaSLSTM(3, 4, seed=0, xp=torch, device=DEVICE), inputs(1, 37)
+    config = NewtonConfig(scan_backend="triton", segment_len=37)
+    states, pullback = newton_vjp(cell, x, config)
+    g = torch.randn(states.shape, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    loop = pullback(g)
+    problem = make_problem("test", cell, x, None, config.replace(segment_len=16))
+    segments = TritonBackend().pull_back(problem, states, g)
+    assert relative(segments.x, loop.x) < 1e-5 and relative(segments.h0, loop.h0) < 1e-5
+    for name, value in loop.params.items():
+        assert relative(segments.params[name], value) < 1e-5, name
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
