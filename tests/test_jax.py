@@ -231,6 +231,15 @@ def test_a_traced_call_refuses_what_it_cannot_do():
         jax.jit(lambda x: newton_apply(cell, x, NewtonConfig(scan_backend="array")))(x)
 
 
+def test_newton_vjp_may_be_traced_but_its_stats_have_no_values():
+    cell, x = given()
+    stats = NewtonStats()
+    run = jax.jit(lambda x: newton_vjp(cell, x, SEGMENTS, stats=stats)[1](jnp.ones((2, TIME, 3))).x)
+    assert gap(run(x), jax.grad(lambda x: jnp.sum(sequential_apply(cell, x)))(x)) < 1e-5
+    with pytest.raises(TypeError, match="part of a traced JAX program"):
+        _ = stats.converged
+
+
 def test_a_pinned_solve_that_fails_under_jit_is_no_number():
     """O07: where an error cannot be raised, the result must not look like one."""
     cell, x = given(max_recurrent_norm=None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from pararnn.arrays import Array, epsilon
@@ -17,6 +19,10 @@ from pararnn.stats import NewtonStats
 from pararnn_jax.engine import JaxEngine
 from pararnn_jax.segments import TracedSolver
 
+TRACED = (
+    "this solve is part of a traced JAX program, where NewtonStats have no values; read them outside of JAX's "
+    "transformations, or run a pinned solve with residual_fail=None through newton_apply"
+)
 WALKED = "the segments did not all settle within the tolerance, so the sequence was walked as well"
 
 
@@ -46,10 +52,18 @@ def report_of(
     return Report(real[0], whole[0], whole[1], real[1], real[2], whole[2])
 
 
+def _no_value() -> Any:
+    raise TypeError(TRACED)
+
+
 def stats_of(problem: Problem, states: Array, report: Report, name: str) -> NewtonStats:
     """The stats of a solve; what is on the device is waited for when it is first read."""
     engine, config = JaxEngine(problem), problem.config
     time = problem.shape[1]
+    if isinstance(states, jax.core.Tracer):
+        stats = NewtonStats(scan_backend=name)
+        stats.later(**{field.name: _no_value for field in fields(NewtonStats) if field.name != "scan_backend"})
+        return stats
     pinned = pinned_per_step(problem)
     chunk = min(config.chunk_len or time, time)
     stats = NewtonStats(scan_backend=name)
