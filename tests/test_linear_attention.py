@@ -19,6 +19,8 @@ from pararnn.linear_attention import (
     rwkv6_vjp,
     rwkv7,
     rwkv7_vjp,
+    scores,
+    states,
     windows,
 )
 
@@ -604,3 +606,17 @@ def test_windows_of_numpy_choose_by_their_decays(kind, shared, monkeypatch):
     sick = tuple(x.copy() for x in args)
     sick[3][0, 70, 1, 0] = np.nan
     assert np.isnan(kind(*sick, form="chunk", chunk=16)[0][0, 71:, 1]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("decay", ["mild", "mixed"])
+def test_the_way_of_accelerators_on_numpy(kind, decay, monkeypatch):
+    """The tree over chunks, and small levels as masked products, with and without packed sequences."""
+    for module in (scores, states):
+        monkeypatch.setattr(module, "prefers_breadth", lambda xp, like: True)
+    for options in ({"chunk": 8}, {"chunk": 64}, {"chunk": 32, "subchunk": 4}):
+        args, state = inputs(kind, 75, decay=decay)
+        check(kind, args, state, 1e-12, options)
+        args, _ = inputs(kind, 75, batch=1, decay=decay)
+        state = np.random.default_rng(5).standard_normal((4, 3, 5, 7))
+        check(kind, args, state, 1e-12, options, cu_seqlens=[0, 20, 20, 51, 75])

@@ -21,7 +21,10 @@ from functools import cached_property
 from array_api_compat import device
 
 from pararnn.arrays import Array, Namespace
+from pararnn.linear_attention.states import prefers_breadth
 
+# Up to so many rows, levels are joined into one block.
+SMALL = 16
 # A query and whether its stretch of decay ends before its own step.
 Query = tuple[Array, bool]
 
@@ -87,9 +90,41 @@ class Decays:
         return Stretches(self.chunk, exp(level.upto), exp(level.before), exp(level.after), exp(level.whole))
 
     @cached_property
+    def block(self) -> int:
+        """Rows of the blocks inside which the small levels are whole products with the other halves masked.
+
+        On a matrix unit a product of a few rows costs as much as one of sixteen, and there would be many more of them;
+        on a processor the halves are half the memory traffic.
+        """
+        small = SMALL if self.base == 1 and prefers_breadth(self.xp, self.g) else 1
+        return max(self.base, min(small, self.chunk))
+
+    @cached_property
+    def small(self) -> list[Stretches]:
+        """The levels inside those blocks."""
+        return [level for level in self.levels if self.base <= level.size < self.block]
+
+    @cached_property
     def steps(self) -> list[Stretches]:
-        """The levels at which two halves meet."""
-        return [level for level in self.levels if self.base <= level.size < self.chunk]
+        """The levels above, at which two halves meet in a product of their own."""
+        return [level for level in self.levels if self.block <= level.size < self.chunk]
+
+    def rights(self, level: Stretches, rows: int) -> Array:
+        """(rows, 1), true in right halves."""
+        steps = self.xp.arange(rows, device=device(self.g))
+        return self.xp.reshape((steps // level.size) % 2 == 1, (rows, 1))
+
+    def here(self, level: Stretches) -> Array:
+        """(block, block), true for a row in a right half and a column in the left half beside it."""
+        xp = self.xp
+        right = self.rights(level, self.block)
+        steps = xp.arange(self.block, device=device(self.g)) // (2 * level.size)
+        beside = xp.reshape(steps, (-1, 1)) == xp.reshape(steps, (1, -1))
+        return beside & right & ~xp.matrix_transpose(right)
+
+    def rows(self, x: Array) -> Array:
+        """(…, C, K) as blocks (…, C / block, block, K)."""
+        return self.xp.reshape(x, (*x.shape[:-2], self.chunk // self.block, self.block, x.shape[-1]))
 
     @cached_property
     def pairwise(self) -> Array:
@@ -133,6 +168,13 @@ def scores(decays: Decays, queries: Sequence[Query], keys: Sequence[Array]) -> l
         kernels = _kernels(decays)
         return [[q @ xp.matrix_transpose(k) * kernels[exclusive] for k in keys] for q, exclusive in queries]
     out = [[_base_block(decays, q, exclusive, k) for k in keys] for q, exclusive in queries]
+    for level in decays.small:
+        columns = [_block_left(decays, level, k) for k in keys]
+        for i, (q, exclusive) in enumerate(queries):
+            rows = _block_right(decays, level, q, exclusive)
+            for j, column in enumerate(columns):
+                product = rows @ xp.matrix_transpose(column)
+                out[i][j] = out[i][j] + xp.where(decays.here(level), product, xp.zeros_like(product))
     for level in decays.steps:
         lefts = [_left(xp, level, k)[0] for k in keys]
         for i, (q, exclusive) in enumerate(queries):
@@ -149,6 +191,27 @@ def _blocks(xp: Namespace, a: Array) -> tuple[Array, Array]:
     """Every second of the diagonal blocks (…, n, s, s)."""
     a = xp.reshape(a, (*a.shape[:-3], a.shape[-3] // 2, 2, *a.shape[-2:]))
     return a[..., 0, :, :], a[..., 1, :, :]
+
+
+def _block_factor(decays: Decays, level: Stretches, exclusive: bool) -> Array:
+    """The decays of right rows up to them and of left ones behind them, by blocks."""
+    xp = decays.xp
+    right = decays.rights(level, decays.chunk)
+    return decays.rows(xp.exp(xp.where(right, level.before if exclusive else level.upto, level.after)))
+
+
+def _block_left(decays: Decays, level: Stretches, k: Array) -> Array:
+    k = decays.rows(k)
+    return decays.xp.where(
+        decays.rights(level, decays.block), decays.xp.zeros_like(k), k * _block_factor(decays, level, False)
+    )
+
+
+def _block_right(decays: Decays, level: Stretches, q: Array, exclusive: bool) -> Array:
+    q = decays.rows(q)
+    return decays.xp.where(
+        decays.rights(level, decays.block), q * _block_factor(decays, level, exclusive), decays.xp.zeros_like(q)
+    )
 
 
 def _left(xp: Namespace, level: Stretches, k: Array) -> tuple[Array, Array]:
@@ -171,8 +234,8 @@ def _base_block(decays: Decays, q: Array, exclusive: bool, k: Array) -> Array:
     """The diagonal blocks (…, C / base, base, base): pair by pair."""
     xp = decays.xp
     if decays.base == 1:
-        own = xp.zeros_like(q[..., :1]) if exclusive else xp.sum(q * k, axis=-1, keepdims=True)
-        return xp.expand_dims(own, axis=-1)
+        own = decays.rows(xp.zeros_like(q[..., :1]) if exclusive else xp.sum(q * k, axis=-1, keepdims=True))
+        return xp.where(_identity(decays), own, xp.zeros_like(own))
     rows, columns = xp.expand_dims(_base_rows(decays, q), axis=-2), xp.expand_dims(_base_rows(decays, k), axis=-3)
     return xp.sum(rows * columns * decays.between(exclusive), axis=-1)
 
@@ -211,6 +274,21 @@ def scores_adjoint(
         both = xp.stack([whole + rows, whole + columns], axis=-2)
         whole = xp.reshape(both, (*both.shape[:-3], 2 * both.shape[-3], both.shape[-1]))
         if size < decays.base:
+            continue
+        if size < decays.block:
+            columns, here = [_block_left(decays, level, k) for k in keys], decays.here(level)
+            for i, (q, exclusive) in enumerate(queries):
+                row, factor = _block_right(decays, level, q, exclusive), _block_factor(decays, level, exclusive)
+                for j, column in enumerate(columns):
+                    given = _diagonal_blocks(xp, cotangents[i][j], decays.block)
+                    given = xp.where(here, given, xp.zeros_like(given))
+                    of_row, of_column = given @ column, xp.matrix_transpose(given) @ row
+                    of_queries[i] = of_queries[i] + xp.reshape(of_row * factor, q.shape)
+                    behind = _block_factor(decays, level, False) if exclusive else factor
+                    of_keys[j] = of_keys[j] + xp.reshape(of_column * behind, q.shape)
+                    part = xp.reshape(of_row * row, q.shape)
+                    upto, before = (upto, before + part) if exclusive else (upto + part, before)
+                    after = after + xp.reshape(of_column * column, q.shape)
             continue
         lefts = [_left(xp, level, k) for k in keys]
         of_lefts = [xp.zeros_like(left) for left, _ in lefts]
@@ -283,8 +361,7 @@ def _base_adjoint(
             return None
         own = _diagonal(xp, cotangent)
         return own * k, own * q, None
-    blocks = [cotangent[..., n : n + base, n : n + base] for n in range(0, decays.chunk, base)]
-    given = xp.expand_dims(xp.stack(blocks, axis=-3), axis=-1)
+    given = xp.expand_dims(_diagonal_blocks(xp, cotangent, base), axis=-1)
     decayed = given * decays.between(exclusive)
     rows, columns = xp.expand_dims(_base_rows(decays, q), axis=-2), xp.expand_dims(_base_rows(decays, k), axis=-3)
     of_q = xp.reshape(xp.sum(decayed * columns, axis=-2), q.shape)
@@ -298,6 +375,16 @@ def _base_adjoint(
     later = xp.flip(xp.cumulative_sum(xp.flip(of_sums, axis=-3), axis=-3), axis=-3)
     of_g = xp.sum(xp.where(decays._triangle(-1), later, xp.zeros_like(later)), axis=-2)
     return of_q, of_k, xp.reshape(of_g, decays.g.shape)
+
+
+def _diagonal_blocks(xp: Namespace, a: Array, size: int) -> Array:
+    """The blocks (…, C / size, size, size) on the diagonal."""
+    return xp.stack([a[..., n : n + size, n : n + size] for n in range(0, a.shape[-1], size)], axis=-3)
+
+
+def _identity(decays: Decays) -> Array:
+    """(block, block), true on the diagonal."""
+    return decays.xp.eye(decays.block, device=device(decays.g)) > 0.0
 
 
 def _diagonal(xp: Namespace, a: Array) -> Array:

@@ -25,13 +25,13 @@ def chunk_states(
     `maps` is (B, H, N, K, 1) for diagonal maps or (B, H, N, K, K), `shifts` (B, H, N, K, V), `initial` (B or S, H, K,
     V). With `reverse`, "before" means later in time, and `initial` is what comes after the last chunks.
     """
-    if _by_tree(xp, shifts):
+    if prefers_breadth(xp, shifts):
         return _tree(xp, maps, shifts, initial, frame, reverse)
     return _loop(xp, maps, shifts, initial, frame, reverse)
 
 
-def _by_tree(xp: Namespace, like: Array) -> bool:
-    """Depth matters where launches or tracing cost more than the work itself; a processor prefers the loop."""
+def prefers_breadth(xp: Namespace, like: Array) -> bool:
+    """Whether launches or tracing cost more than the work itself: few large operations, then, instead of many small."""
     name = namespace_name(xp)
     return name == "jax" or (name in ("torch", "cupy") and "cpu" not in str(device(like)))
 
