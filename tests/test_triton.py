@@ -241,6 +241,17 @@ def test_non_contiguous_input_and_empty_axes():
     assert newton_apply(cell, x[:0], config).shape == (0, 20, 4)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_exact_means_the_loop_bit_for_bit_and_a_guess_changes_nothing():
+    """O57: what an option may not change, it does not."""
+    cell, x = scaled(ParaGRU(3, 6, seed=0, xp=torch, device=DEVICE), 4.0), inputs(1, 60)
+    loop = newton_apply(cell, x, NewtonConfig(scan_backend="triton", segment_len=60))
+    config = NewtonConfig(scan_backend="triton", segment_len=16, warmup=2, exact=True)
+    stats = NewtonStats()
+    assert torch.equal(newton_apply(cell, x, config, guess=torch.full_like(loop, 0.9), stats=stats), loop)
+    assert stats.exact
+
+
 def test_refusals_are_sentences():
     cell = ParaGRU(3, 4, seed=0, xp=torch, device=DEVICE)
     x = inputs(1, 5)

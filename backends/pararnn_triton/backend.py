@@ -17,7 +17,7 @@ from pararnn.linear_attention.inputs import Call
 from pararnn.lyapunov import largest_exponent
 from pararnn.problem import Problem
 from pararnn.programs import programs_of
-from pararnn.solve import tolerance
+from pararnn.solve import check_structure, tolerance
 from pararnn.stats import NewtonStats
 from pararnn_triton.environment import device_sentence, environment_sentence
 from pararnn_triton.interpreter import interpreting
@@ -69,8 +69,9 @@ class TritonBackend(Backend):
         config = problem.config
         if config.pinned(problem.shape[1]) is not None:
             return "it solves over segments; a pinned iteration count on every time step runs on the array backend"
-        if problem.guess is not None or config.exact or config.coords == "log" or config.jac_structure is not None:
-            return "guess, exact, coords='log' and jac_structure are options of the array solver"
+        # A guess only says where to start, and these kernels start by steps of their own.
+        if config.coords == "log" or check_structure(problem.cell, config):
+            return "coords='log' and a diagonal jac_structure for coupled slots are options of the array solver"
         return super().accepts(problem) or (None if interpreting() else device_sentence(problem.x.device))
 
     def refuses_recurrence(self, call: Call) -> str | None:
@@ -125,7 +126,7 @@ class TritonBackend(Backend):
 
         shape = _shape(problem)
         # No bit of a document may depend on its neighbours, so packed problems end with joints that match exactly.
-        tol = 0.0 if problem.packed else tolerance(problem.config, problem)
+        tol = 0.0 if problem.packed or problem.config.exact else tolerance(problem.config, problem)
         batch, time, _, _ = problem.shape
         stats = NewtonStats(
             scan_backend=self.name,
