@@ -25,8 +25,8 @@ ENOUGH_PROGRAMS = 120
 DEPTH, WARPS, JOINT_BLOCK = 64, 4, 64
 # Steps of one graph of the plain loop.
 WALK = 256
-# Buffers and graphs that stay for the next call of the same shape, and the largest size of such.
-KEPT_SHAPES, KEPT_BYTES = 8, 8 * 2**30
+# Buffers and graphs that stay for the next call of the same shape: of how many shapes, and bytes of all together.
+KEPT_SHAPES, KEPT_BYTES = 8, 4 * 2**30
 
 
 def module_of(programs: MixPrograms) -> Any:
@@ -66,6 +66,12 @@ class Board:
         self.spans: dict[tuple[Any, ...], Any] = {}
         self.backward: dict[str, torch.Tensor] = {}
 
+    @property
+    def bytes_at_most(self) -> int:
+        """Of the buffers that are as long as the sequence, the adjoint's included."""
+        columns = 2 * len(self.programs.gate_names) + 2 * self.count + 2 * self.size
+        return 4 * self.batch * self.time * self.width * columns
+
     def for_backward(self) -> None:
         """The buffers that only the adjoint needs."""
         if not self.backward:
@@ -97,10 +103,10 @@ def board_for(
         _boards.move_to_end(key)
         return _boards[key]
     board = Board(programs, batch, time, cell.d_h, cell.n_heads or 1, dtype, device)
-    if 4 * batch * time * cell.d_h * (len(programs.gate_names) + programs.size) <= KEPT_BYTES:
-        _boards[key] = board
-        while len(_boards) > KEPT_SHAPES:
-            _boards.popitem(last=False)
+    _boards[key] = board
+    while len(_boards) > KEPT_SHAPES or sum(b.bytes_at_most for b in _boards.values()) > KEPT_BYTES:
+        # The one that was used longest ago; the caller holds its own as long as it needs it.
+        _boards.popitem(last=False)
     return board
 
 

@@ -15,7 +15,7 @@ from pararnn.config import NewtonConfig
 from pararnn.mixing.joints import JointSettings, settle
 from pararnn.mixing.plan import MixPlan
 from pararnn.mixing.trace import mix_programs_of
-from pararnn.plan import _fitting_length
+from pararnn.plan import MARGIN, _fitting_length
 from pararnn.problem import Problem
 from pararnn.solve import solve_cell_of, tolerance
 from pararnn.stats import NewtonStats
@@ -23,6 +23,8 @@ from pararnn_triton.mixing_launch import WALK, Board, GraphJoints, board_for
 
 # Steps before each segment, and passes before what does not settle is walked: a pass costs a small part of a loop.
 WARMUP, MAX_PASSES = 48, 24
+# Channels of all rows with which a step fills the chip, from where on it takes longer.
+FULL = 256 * 256
 # Bytes of gates, states and cotangents that the buffers of one call may take.
 MOST_BYTES = 64 * 2**30
 
@@ -55,10 +57,19 @@ def plan(problem: Problem) -> MixPlan:
         # Wide products cost more than many steps once they fill the chip.
         wanted = min(max(32, time // 16), max(64, int(math.sqrt(batch * time) / 2)), 256)
         wanted = _fitting_length(time, min(wanted, time // 2))
-        why = f"{time} steps as {wanted} products of {batch * (time // wanted)} rows, captured in one graph"
+        rows, width = batch * (time // wanted), problem.cell.d_h
+        if (wanted + min(warmup, wanted - 1)) * _step_cost(rows, width) * MARGIN > time * _step_cost(batch, width):
+            why = f"{batch} sequences fill the chip by themselves: {time} steps run fastest as one loop"
+            return MixPlan("sequential", time, 1, 0, None, why)
+        why = f"{time} steps as {wanted} products of {rows} rows, captured in one graph"
     else:
         why = f"segment_len={wanted} was asked for"
     return MixPlan("segments", wanted, time // wanted, min(warmup, wanted - 1), config.max_passes or MAX_PASSES, why)
+
+
+def _step_cost(rows: int, width: int) -> float:
+    """A step of so many rows, in units of one that does not fill the chip."""
+    return max(1.0, rows * width / FULL)
 
 
 def _settings(problem: Problem, chosen: MixPlan, tol: float, accept: float) -> JointSettings:
