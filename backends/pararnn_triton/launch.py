@@ -49,8 +49,12 @@ def kernels(programs: StepPrograms) -> ModuleType:
 
 @lru_cache(maxsize=16)
 def _overlaps(device: torch.device) -> bool:
-    """Whether a launch can begin before the one that it waits for has ended (compute capability 9.0)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    """Whether a launch can begin before the one that it waits for has ended: compute capability 9.0.
+
+    Graphs can hold such launches from CUDA 12.3 on.
+    """
+    cuda_version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    return device.type == "cuda" and cuda_version >= (12, 3) and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 class Launches:
