@@ -183,6 +183,7 @@ def test_a_cell_is_a_pytree_that_keeps_its_options():
     assert structure != jax.tree.structure(cell.replace(max_recurrent_norm=None))
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(cell)]
     assert ".R" in paths
+    assert "no arrays" in repr(jax.tree.map(jnp.shape, cell))
 
 
 def test_classes_defined_later_are_pytrees_too():

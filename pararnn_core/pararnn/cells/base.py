@@ -17,6 +17,7 @@ from pararnn.arrays import (
     common_namespace,
     dtype_name,
     implied_namespace,
+    is_array,
     namespace_name,
     resolve_namespace,
 )
@@ -358,9 +359,12 @@ class ChannelwiseCell:
 
     def __repr__(self) -> str:
         cap = self.max_recurrent_norm
+        # In the place of its arrays a cell may hold whatever a library maps over them, or nothing.
+        arrays = is_array(self.arrays.get("W_x.weight"))
+        held = f"{dtype_name(self.dtype)}, {namespace_name(self.xp)}" if arrays else "no arrays"
         return (
             f"{type(self).__name__}(input_size={self.d_in}, hidden_size={self.d_h}, max_recurrent_norm={cap}, "
-            f"{dtype_name(self.dtype)}, {namespace_name(self.xp)})"
+            f"{held})"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
