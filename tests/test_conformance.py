@@ -15,6 +15,7 @@ TARGETS = {
     "array@torch": True,
     "array@array_api_strict": True,
     "array@jax.numpy": True,
+    "jax": True,
 }
 # JAX compiles every operation anew for every shape: what runs within seconds, the rest with -m slow.
 SOON_ON_JAX = (
@@ -26,7 +27,7 @@ SOON_ON_JAX = (
 def cases():
     for name, quick in TARGETS.items():
         for instance in instances(quick=quick):
-            later = name == "array@jax.numpy" and not instance.name.startswith(SOON_ON_JAX)
+            later = "jax" in name and not instance.name.startswith(SOON_ON_JAX)
             marks = [pytest.mark.slow] if later else []
             yield pytest.param(name, instance, id=f"{name}-{instance.name}", marks=marks)
 
