@@ -58,31 +58,48 @@ def newton_apply(
             f"newton_apply: under JAX's transformations only the backend 'jax' runs, others ask arrays for their "
             f"values; here {why}. sequential_apply can be traced"
         )
-    return _differentiable(problem.config, known_to_jax(cell), x, h0, guess)
+    cell = known_to_jax(cell)
+    return _differentiable(problem.config, cell, problem.x, problem.h0, guess, problem.starts, _marks(problem))
 
 
 def sequential_apply(cell: Any, x: Array, h0: Array | None = None, **packing: Any) -> Array:
     """pararnn.sequential_apply on JAX arrays: a `lax.scan` that JAX differentiates in either mode, and again."""
     problem = make_problem("sequential_apply", cell, x, h0, **packing)
-    if problem.packed or problem.cell.family == "linear":
+    if problem.cell.family == "linear" or (problem.packed and problem.cell.family != "channelwise"):
         return run_sequential(replace(problem, xp=namespace))
-    return _loop(known_to_jax(cell), x, h0)
+    return _loop(known_to_jax(cell), problem.x, problem.h0, problem.starts, _marks(problem))
 
 
 def solve_now(problem: Problem) -> tuple[Array, NewtonStats]:
     """The solve of a checked problem, and its stats."""
-    states, report = _solved(problem.config, known_to_jax(problem.cell), problem.x, problem.h0, problem.guess)
+    states, report = _solved(
+        problem.config, known_to_jax(problem.cell), problem.x, problem.h0, problem.guess, problem.starts,
+        _marks(problem),
+    )  # fmt: skip
     return states, stats_of(problem, states, report, NAME)
 
 
 def pull_back_now(problem: Problem, states: Array, cotangent: Array) -> Gradients:
     """Gradients of Σ cotangent · states."""
-    cell, x, h0 = _pulled_back(problem.config, known_to_jax(problem.cell), problem.x, problem.h0, states, cotangent)
-    return Gradients(x, dict(cell.arrays), h0)
+    cell, x, h0, starts = _pulled_back(
+        problem.config, known_to_jax(problem.cell), problem.x, problem.h0, problem.starts, _marks(problem), states,
+        cotangent,
+    )  # fmt: skip
+    return Gradients(x, dict(cell.arrays), h0, starts=starts)
+
+
+Marks = dict[str, Array]
+
+
+def _marks(problem: Problem) -> Marks:
+    """What a packed problem has besides its starts: integers and truth values, of which nothing is differentiated."""
+    every = {name: getattr(problem, name) for name in ("head", "places", "hold")}
+    return {name: a for name, a in every.items() if a is not None}
 
 
 def _is_traced(problem: Problem) -> bool:
-    given = (problem.x, problem.h0, problem.guess, *problem.cell.arrays.values())
+    given = (problem.x, problem.h0, problem.guess, problem.starts, *problem.cell.arrays.values())
+    given += tuple(_marks(problem).values())
     return any(isinstance(a, jax.core.Tracer) for a in given)
 
 
@@ -93,8 +110,8 @@ def known_to_jax(cell: ChannelwiseCell) -> ChannelwiseCell:
 
 
 @jax.jit
-def _loop(cell: ChannelwiseCell, x: Array, h0: Array | None) -> Array:
-    problem = Problem(cell, x, h0, NewtonConfig(), None, jnp)
+def _loop(cell: ChannelwiseCell, x: Array, h0: Array | None, starts: Array | None, marks: Marks) -> Array:
+    problem = Problem(cell, x, h0, NewtonConfig(), None, jnp, starts=starts, **marks)
     if not problem.shape[0] or not problem.shape[1]:
         return jnp.zeros(problem.state_shape, problem.dtype)
     return joined(problem, time_loop(problem))
@@ -102,47 +119,58 @@ def _loop(cell: ChannelwiseCell, x: Array, h0: Array | None) -> Array:
 
 @partial(jax.jit, static_argnums=0)
 def _solved(
-    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, guess: Array | None
-) -> tuple[Array, Report]:
-    return solve(Problem(cell, x, h0, config, guess, jnp))
+    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, guess: Array | None,
+    starts: Array | None, marks: Marks,
+) -> tuple[Array, Report]:  # fmt: skip
+    return solve(Problem(cell, x, h0, config, guess, jnp, starts=starts, **marks))
 
 
 @partial(jax.jit, static_argnums=0)
 def _pulled_back(
-    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, states: Array, cotangent: Array
-) -> tuple[ChannelwiseCell, Array, Array]:
-    problem = Problem(cell, x, h0, config, None, jnp)
+    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, starts: Array | None, marks: Marks,
+    states: Array, cotangent: Array,
+) -> tuple[ChannelwiseCell, Array, Array, Array | None]:  # fmt: skip
+    problem = Problem(cell, x, h0, config, None, jnp, starts=starts, **marks)
     found = adjoint.pull_back(problem, states, cotangent)
-    return cell._copy(cell.max_recurrent_norm, {name: found.params[name] for name in cell.arrays}), found.x, found.h0
+    grads = cell._copy(cell.max_recurrent_norm, {name: found.params[name] for name in cell.arrays})
+    return grads, found.x, found.h0, found.starts
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(
-    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, guess: Array | None
-) -> Array:
+    config: NewtonConfig, cell: ChannelwiseCell, x: Array, h0: Array | None, guess: Array | None,
+    starts: Array | None, marks: Marks,
+) -> Array:  # fmt: skip
     """The states, with the adjoint as their derivative."""
     problem = Problem(cell, x, h0, config, guess, jnp)
     if not problem.shape[0] or not problem.shape[1]:
         return jnp.zeros(problem.state_shape, problem.dtype)
-    return _solved(config, cell, x, h0, guess)[0]
+    return _solved(config, cell, x, h0, guess, starts, marks)[0]
 
 
-def _forward(config: NewtonConfig, cell: Any, x: Array, h0: Array | None, guess: Array | None) -> tuple[Array, Any]:
+def _forward(
+    config: NewtonConfig, cell: Any, x: Array, h0: Array | None, guess: Array | None, starts: Array | None, marks: Marks
+) -> tuple[Array, Any]:
     # Through the differentiable function, so that the gradient can itself be differentiated.
-    states = _differentiable(config, cell, x, h0, guess)
+    states = _differentiable(config, cell, x, h0, guess, starts, marks)
     # A guess only says where to start; where it leads does not depend on it.
     kept = (None, guess) if config.recompute else (states, None)
-    return states, (cell, x, h0, *kept, None if guess is None else jnp.zeros_like(guess))
+    return states, (cell, x, h0, starts, marks, *kept, None if guess is None else jnp.zeros_like(guess))
 
 
 def _backward(config: NewtonConfig, kept: Any, cotangent: Array) -> tuple[Any, ...]:
-    cell, x, h0, states, guess, none = kept
+    cell, x, h0, starts, marks, states, guess, none = kept
     if not x.shape[0] or not x.shape[1]:
-        return jax.tree.map(jnp.zeros_like, cell), jnp.zeros_like(x), jax.tree.map(jnp.zeros_like, h0), none
+        blank = jax.tree.map(jnp.zeros_like, (cell, x, h0))
+        return *blank, none, jax.tree.map(jnp.zeros_like, starts), None
     if states is None:
-        states = _differentiable(config, cell, x, h0, guess)
-    cell_grad, x_grad, h0_grad = _pulled_back(config, cell, x, h0, states, cotangent)
-    return cell_grad, x_grad, None if h0 is None else cast(jnp, h0_grad, h0.dtype), none
+        states = _differentiable(config, cell, x, h0, guess, starts, marks)
+    found = _pulled_back(config, cell, x, h0, starts, marks, states, cotangent)
+    cell_grad, x_grad, h0_grad, starts_grad = found
+    h0_grad, starts_grad = (
+        None if a is None else cast(jnp, g, a.dtype) for a, g in ((h0, h0_grad), (starts, starts_grad))
+    )
+    return cell_grad, x_grad, h0_grad, none, starts_grad, None
 
 
 _differentiable.defvjp(_forward, _backward)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pararnn.adjoint import Gradients
 from pararnn.arrays import Array, namespace_name
-from pararnn.backend import Backend
+from pararnn.backend import Backend, pinned_per_step
 from pararnn.engine import ArrayEngine
 from pararnn.front import Front
 from pararnn.problem import Problem
@@ -53,6 +53,7 @@ class JaxBackend(Backend):
     # Above the plain array backend, which asks arrays for their values and runs one operation after the other.
     priority = 1
     front = JaxFront()
+    packs = True
     offers: Mapping[str, str] = MappingProxyType(
         {"newton_apply_over_time": "pararnn_jax.sharding:newton_apply_over_time"}
     )
@@ -63,6 +64,8 @@ class JaxBackend(Backend):
     def accepts(self, problem: Problem) -> str | None:
         if namespace_name(problem.xp) != "jax":
             return f"it takes JAX arrays, and these are {namespace_name(problem.xp)}'s"
+        if problem.packed and pinned_per_step(problem) is not None:
+            return "it does not pin an iteration count on every time step of packed sequences; the array backend does"
         return super().accepts(problem)
 
     def engine(self, problem: Problem) -> ArrayEngine:

@@ -75,8 +75,8 @@ def by_chunks(
         def cut(a: Array) -> Array:
             return lax.dynamic_slice_in_dim(a, first, steps, axis=1)
 
-        guess = None if problem.guess is None else cut(problem.guess)
-        return replace(problem, x=cut(problem.x), guess=guess, h0=None)
+        guess, head, hold = (None if a is None else cut(a) for a in (problem.guess, problem.head, problem.hold))
+        return replace(problem, x=cut(problem.x), guess=guess, h0=None, head=head, hold=hold)
 
     if full == 1:
         carry, slots, report = run(part(0, chunk) if chunk < time else problem, carry)

@@ -23,8 +23,16 @@ def time_loop(problem: Problem, start: list[Array] | None = None, unroll: int = 
     params = lanes_of(jnp, cell.recurrent(jnp, problem.work_dtype), window)
     first = tuple(s.reshape((-1,)) for s in (problem.start() if start is None else start))
 
+    marks, count = problem.marks, len(cell.gates)
+
     def body(state: tuple[Array, ...], row: list[Array]) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        new = tuple(cast(jnp, s, problem.work_dtype) for s in cell.step(namespace, *state, *row, *params))
+        if marks.head:
+            fresh = row[count + 1 : count + 1 + len(state)] if marks.starts else [jnp.zeros_like(s) for s in state]
+            state = tuple(jnp.where(row[count] > 0.5, f, s) for f, s in zip(fresh, state, strict=True))
+        made = cell.step(namespace, *state, *row[:count], *params)
+        new = tuple(cast(jnp, s, problem.work_dtype) for s in made)
+        if marks.hold:
+            new = tuple(jnp.where(row[-1] > 0.5, s, n) for s, n in zip(state, new, strict=True))
         return new, new
 
     _, rows = lax.scan(body, first, gates, unroll=unroll)
