@@ -551,8 +551,14 @@ def test_inputs_are_left_as_they_are_and_strides_do_not_matter():
         assert gap(kind(*strided, initial_state=state)[0], out) < 1e-12
 
 
-def test_torch_compile_and_vmap():
+@pytest.mark.filterwarnings("ignore:Dynamo detected")
+def test_torch_traces_and_maps_the_chunk_form():
+    """P40's kind: one graph without a break, and vmap."""
     torch = pytest.importorskip("torch")
+    for kind in (gla, rwkv7):
+        tensors = [torch.tensor(x) for x in inputs(kind, 40, batch=1, heads=2)[0]]
+        traced = torch.compile(lambda *x, kind=kind: kind(*x)[0], backend="eager", fullgraph=True)
+        assert gap(traced(*tensors), kind(*tensors)[0]) < 1e-13
     args, _ = inputs(gla, 40)
     tensors = [torch.tensor(x) for x in args]
     mapped = torch.func.vmap(lambda *x: gla(*x, form="chunk")[0])(*(torch.stack([x, 0.5 * x]) for x in tensors))

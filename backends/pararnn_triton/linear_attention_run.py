@@ -56,7 +56,7 @@ class Sizes:
 
     @property
     def chunks(self) -> int:
-        return triton.cdiv(self.time, CHUNK)
+        return -(-self.time // CHUNK)
 
     @property
     def grid(self) -> int:
@@ -101,7 +101,7 @@ def scan(sizes: Sizes, shifts: Any, wholes: Any, initial: Any, reverse: bool) ->
     """The states before all chunks, and the last."""
     befores, final = torch.empty_like(shifts), torch.empty_like(initial)
     block = 32
-    blocks = triton.cdiv(sizes.keys * sizes.values, block)
+    blocks = -(-sizes.keys * sizes.values // block)
     numbers = (sizes.chunks, sizes.keys, sizes.values, blocks)
     start(
         kernels.scan_chunks,
@@ -200,7 +200,7 @@ class RankOneRecurrence(torch.autograd.Function):
         *operands, initial = (x.contiguous() for x in arrays)
         r, _, k, v, a, b = operands
         batch, time, heads, keys = k.shape
-        values, chunks = v.shape[-1], triton.cdiv(time, CHUNK)
+        values, chunks = v.shape[-1], -(-time // CHUNK)
         exact = any(x.dtype == torch.float32 for x in (r, k, v, a, b))
         kind: dict[str, Any] = {"dtype": torch.float32, "device": r.device}
         front = (batch, heads, chunks)

@@ -15,7 +15,7 @@ products); Yang et al. 2024 (arXiv 2406.06484) for the delta rule; Peng et al. 2
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from array_api_compat import device
 
@@ -23,6 +23,23 @@ from pararnn.arrays import Array, Namespace
 from pararnn.linear_attention.frame import Frame
 from pararnn.linear_attention.scores import Decays, Outside, scores, scores_adjoint
 from pararnn.linear_attention.states import chunk_states
+
+
+class _Parts(NamedTuple):
+    """The scores A_rk, A_rb, A_ak; (I - A_ab)⁻¹; r e^{↑}, a e^{↑}, k e^{↓}, b e^{↓}; W, U₀; M and N of every chunk."""
+
+    rk: Array
+    rb: Array
+    ak: Array
+    inverse: Array
+    queries: Array
+    reads: Array
+    keys: Array
+    writes: Array
+    w: Array
+    u0: Array
+    maps: Array
+    shifts: Array
 
 
 @dataclass(frozen=True)
@@ -39,59 +56,40 @@ class RankOne:
     decays: Decays
     initial: Array
 
-    @cached_property
-    def _scores(self) -> list[list[Array]]:
-        """[[A_rk, A_rb], [A_ak, A_ab]]."""
-        return scores(self.decays, [(self.r, False), (self.a, True)], [self.k, self.b])
-
-    @cached_property
-    def _inverse(self) -> Array:
-        return inverse_of_unit_lower(self.xp, self._scores[1][1])
-
-    @cached_property
-    def _rows(self) -> tuple[Array, Array, Array, Array]:
-        """r e^{↑}, a e^{↑}, k e^{↓}, b e^{↓}."""
-        top = self.decays.top
-        return self.r * top.upto, self.a * top.before, self.k * top.after, self.b * top.after
-
-    @cached_property
-    def _wy(self) -> tuple[Array, Array]:
-        """W (C, K) and U₀ (C, V)."""
-        return self._inverse @ self._rows[1], self._inverse @ (self._scores[1][0] @ self.v)
-
-    def _maps(self) -> tuple[Array, Array]:
-        """M (K, K) and N (K, V) of every chunk."""
-        xp, (_, _, keys, writes), (w, u0) = self.xp, self._rows, self._wy
+    def _parts(self) -> _Parts:
+        """Everything about the chunks that does not depend on a state."""
+        xp, top = self.xp, self.decays.top
+        (rk, rb), (ak, ab) = scores(self.decays, [(self.r, False), (self.a, True)], [self.k, self.b])
+        inverse = inverse_of_unit_lower(xp, ab)
+        queries, reads = self.r * top.upto, self.a * top.before
+        keys, writes = self.k * top.after, self.b * top.after
+        w, u0 = inverse @ reads, inverse @ (ak @ self.v)
         eye = xp.eye(self.k.shape[-1], dtype=self.k.dtype, device=device(self.k))
         # Not a product with the identity: a decay that is NaN must not reach other channels.
-        whole = xp.matrix_transpose(self.decays.top.whole)
+        whole = xp.matrix_transpose(top.whole)
         diagonal = xp.where(eye > 0.0, whole, xp.zeros_like(whole))
         transposed = xp.matrix_transpose(writes)
-        return diagonal + transposed @ w, xp.matrix_transpose(keys) @ self.v + transposed @ u0
+        shifts = xp.matrix_transpose(keys) @ self.v + transposed @ u0
+        return _Parts(rk, rb, ak, inverse, queries, reads, keys, writes, w, u0, diagonal + transposed @ w, shifts)
 
     def run(self) -> tuple[Array, Array]:
         """Outputs (B, H, N, C, V) and final states."""
-        maps, shifts = self._maps()
-        starts, final = chunk_states(self.xp, maps, shifts, self.initial, self.frame)
-        (of_keys, of_writes), _ = self._scores
-        w, u0 = self._wy
-        return self._rows[0] @ starts + of_keys @ self.v + of_writes @ (w @ starts + u0), final
+        parts = self._parts()
+        starts, final = chunk_states(self.xp, parts.maps, parts.shifts, self.initial, self.frame)
+        return parts.queries @ starts + parts.rk @ self.v + parts.rb @ (parts.w @ starts + parts.u0), final
 
     def pull_back(self, given: Array, last: Array) -> tuple[Array, ...]:
         """Cotangents of r, w, k, v, a, b and the initial state, from those of the outputs and the final states."""
         xp, top = self.xp, self.decays.top
         t = xp.matrix_transpose
-        maps, shifts = self._maps()
+        rk, rb, ak, inverse, queries, reads, keys, writes, w, u0, maps, shifts = self._parts()
         starts, _ = chunk_states(xp, maps, shifts, self.initial, self.frame)
-        queries, reads, keys, writes = self._rows
-        (rk, rb), (ak, _) = self._scores
-        w, u0 = self._wy
         u = w @ starts + u0
         of_u = t(rb) @ given
         ends, of_initial = chunk_states(xp, t(maps), t(queries) @ given + t(w) @ of_u, last, self.frame, reverse=True)
         of_map = ends @ t(starts)
         of_w, of_u0 = of_u @ t(starts) + writes @ of_map, of_u + writes @ ends
-        of_reads, of_values = t(self._inverse) @ of_w, t(self._inverse) @ of_u0
+        of_reads, of_values = t(inverse) @ of_w, t(inverse) @ of_u0
         of_v = t(rk) @ given + keys @ ends + t(ak) @ of_values
         of_queries, of_keys = given @ t(starts), self.v @ t(ends)
         of_writes = w @ t(of_map) + u0 @ t(ends)

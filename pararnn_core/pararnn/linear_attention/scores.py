@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from array_api_compat import device
 
@@ -70,6 +69,19 @@ class Decays:
         self.levels = [Stretches(1, g, none, none, g)]
         while self.levels[-1].size < self.chunk:
             self.levels.append(self._doubled(self.levels[-1]))
+        last = self.levels[-1]
+        # The stretches of the whole chunk as factors: the decay to a step, to before it, behind it, over all.
+        factors = (xp.exp(last.upto), xp.exp(last.before), xp.exp(last.after), xp.exp(last.whole))
+        self.top = Stretches(self.chunk, *factors)
+        # Rows of the blocks inside which the small levels are whole products with the other halves masked. On a matrix
+        # unit a product of a few rows costs as much as one of sixteen, and there would be many more of them; on a
+        # processor the halves are half the memory traffic.
+        small = SMALL if base == 1 and prefers_breadth(xp, g) else 1
+        self.block = max(base, min(small, self.chunk))
+        self.small = [level for level in self.levels if base <= level.size < self.block]
+        # The levels above, at which two halves meet in a product of their own.
+        self.steps = [level for level in self.levels if self.block <= level.size < self.chunk]
+        self.pairwise = self._pairwise() if base > 1 else None
 
     def _doubled(self, level: Stretches) -> Stretches:
         xp, size = self.xp, level.size
@@ -82,32 +94,6 @@ class Decays:
             whole_of(xp, after[0] + right, after[1]),
             (left + right)[..., 0, :],
         )
-
-    @cached_property
-    def top(self) -> Stretches:
-        """The stretches of the whole chunk as factors: the decay to a step, to before it, behind it, over all."""
-        level, exp = self.levels[-1], self.xp.exp
-        return Stretches(self.chunk, exp(level.upto), exp(level.before), exp(level.after), exp(level.whole))
-
-    @cached_property
-    def block(self) -> int:
-        """Rows of the blocks inside which the small levels are whole products with the other halves masked.
-
-        On a matrix unit a product of a few rows costs as much as one of sixteen, and there would be many more of them;
-        on a processor the halves are half the memory traffic.
-        """
-        small = SMALL if self.base == 1 and prefers_breadth(self.xp, self.g) else 1
-        return max(self.base, min(small, self.chunk))
-
-    @cached_property
-    def small(self) -> list[Stretches]:
-        """The levels inside those blocks."""
-        return [level for level in self.levels if self.base <= level.size < self.block]
-
-    @cached_property
-    def steps(self) -> list[Stretches]:
-        """The levels above, at which two halves meet in a product of their own."""
-        return [level for level in self.levels if self.block <= level.size < self.chunk]
 
     def rights(self, level: Stretches, rows: int) -> Array:
         """(rows, 1), true in right halves."""
@@ -126,8 +112,7 @@ class Decays:
         """(…, C, K) as blocks (…, C / block, block, K)."""
         return self.xp.reshape(x, (*x.shape[:-2], self.chunk // self.block, self.block, x.shape[-1]))
 
-    @cached_property
-    def pairwise(self) -> Array:
+    def _pairwise(self) -> Array:
         """exp(g_{j+1} + … + g_i) for i ≥ j and zero above, (…, C / base, base, base, K')."""
         xp = self.xp
         g = xp.reshape(self.g, (*self.g.shape[:-2], self.chunk // self.base, self.base, 1, self.g.shape[-1]))
@@ -144,6 +129,7 @@ class Decays:
     def between(self, exclusive: bool) -> Array:
         """The pairwise decays for queries of one kind."""
         xp, inclusive = self.xp, self.pairwise
+        assert inclusive is not None
         if not exclusive:
             return inclusive
         return xp.concat([xp.zeros_like(inclusive[..., :1, :, :]), inclusive[..., :-1, :, :]], axis=-3)
