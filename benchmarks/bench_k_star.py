@@ -37,6 +37,8 @@ CELLS = (
     "ParaGRU", "ParaLSTM", "ParaSLSTM", "ParaTanh", "ParaNLRU", "ParaCfC", "ParaTitans", "ParaMinGRU", "ParaMinLSTM",
     "ParaLRU", "ParaS5", "ParaLEM", "ParaUnICORNN",
 )  # fmt: skip
+# Cells that multiply by matrices: `--mixing` measures these instead, into a file of their own.
+MIXING = ("StockGRU", "StockLSTM", "ParaHopfield", "ParaM2RNN")
 LENGTHS = (32, 128, 512, 2048, 8192, 32768, 131072)
 SEEDS = (0, 1, 2)
 FEATURES, MOST = 16, 12
@@ -49,12 +51,25 @@ def segment_length(cell, time: int) -> int:
     return min(shape.length, time)
 
 
-def trained(kind, width: int, seed: int, steps: int, text):
+def fresh(name: str, width: int, seed: int):
+    """A new cell; those whose input makes matrices are narrow."""
+    if name == "ParaM2RNN":
+        return pararnn.ParaM2RNN(FEATURES, k_dim=4, v_dim=4, seed=seed)
+    return getattr(pararnn, name)(FEATURES, min(width, 8) if name == "ParaHopfield" else width, seed=seed)
+
+
+def loop_backend(cell) -> str:
+    """Who runs loops fast."""
+    return "cpu" if cell.family == "channelwise" else "numpy"
+
+
+def trained(name: str, cell, seed: int, steps: int, text):
     """A cell after `steps` steps of a byte model, and the embeddings that it reads."""
+    width = cell.d_h
     rng = np.random.default_rng(seed)
     symbols = 256
     model = ByteModel(
-        kind.__name__, kind(FEATURES, width, seed=seed), rng.standard_normal((symbols, FEATURES)).astype(np.float32),
+        name, cell, rng.standard_normal((symbols, FEATURES)).astype(np.float32),
         (0.1 * rng.standard_normal((symbols, width)) / math.sqrt(width)).astype(np.float32),
         np.zeros(symbols, dtype=np.float32),
     )  # fmt: skip
@@ -62,7 +77,7 @@ def trained(kind, width: int, seed: int, steps: int, text):
     for step in range(steps):
         starts = rng.integers(0, text.size - WINDOW - 1, BATCH)
         window = np.stack([text[s : s + WINDOW + 1] for s in starts])
-        loss, gradient = model.loss_and_gradient(window, NewtonConfig(scan_backend="cpu"))
+        loss, gradient = model.loss_and_gradient(window, NewtonConfig(scan_backend=loop_backend(cell)))
         gradient, _ = clip(gradient, 1.0)
         model = model.replace(adam.step(model.arrays, gradient, rate_at(step, steps, 1e-2)))
         bits.append(loss)
@@ -75,7 +90,7 @@ class Solver:
     def __init__(self, cell, x, device: str) -> None:
         time = x.shape[1]
         self.cell, self.time = cell, time
-        self.oracle = newton_apply(cell, x, NewtonConfig(scan_backend="cpu", segment_len=time))
+        self.oracle = newton_apply(cell, x, NewtonConfig(scan_backend=loop_backend(cell), segment_len=time))
         self.here, self.x, self.backend = cell, x, "numpy"
         if device != "cpu":
             import torch
@@ -127,13 +142,13 @@ def measure(options) -> None:
     print(" | ".join(f"{k} {v}" for k, v in head.items()), flush=True)
     text = load_text(None, needed=2**20, held_out=1000).train
     rows, began = [], clock.perf_counter()
-    for name in options.cells:
-        kind = getattr(pararnn, name)
+    for name in options.cells or (MIXING if options.mixing else CELLS):
         for seed in options.seeds:
-            fresh = kind(FEATURES, options.width, seed=seed)
-            problems = [("initial", fresh, None)]
-            if options.steps:
-                cell, embedding, first, last = trained(kind, options.width, seed, options.steps, text)
+            made = fresh(name, options.width, seed)
+            problems = [("initial", made, None)]
+            # A byte model reads vectors, not matrices.
+            if options.steps and len(made.state_shape) <= 2 and name != "ParaM2RNN":
+                cell, embedding, first, last = trained(name, made, seed, options.steps, text)
                 rows.append({"cell": name, "seed": seed, "bits_before": first, "bits_after": last})
                 problems.append(("trained", cell, embedding))
             for (weights, cell, embedding), time in ((p, t) for p in problems for t in options.lengths):
@@ -148,14 +163,15 @@ def measure(options) -> None:
                         # One segment is the loop itself.
                         k, errors, estimates = 0, [0.0], [0.0]
                     else:
-                        k, errors, estimates = solver.per_step() if path == 1 else solver.segments(path)
+                        one = path == 1 and cell.family == "channelwise"
+                        k, errors, estimates = solver.per_step() if one else solver.segments(path)
                     rows.append({
                         "cell": name, "weights": weights, "T": time, "L": 1 if path == 1 else "auto", "steps": path,
                         "seed": seed, "k": k, "errors": short(errors), "estimates": short(estimates),
                     })  # fmt: skip
         head["seconds"] = round(clock.perf_counter() - began, 1)
         if not options.dry:
-            save(options.save, head, rows)
+            save(options.save + "_mixing" * options.mixing, head, rows)
         show(rows, name, options)
 
 
@@ -187,8 +203,8 @@ def show(rows, name: str, options) -> None:
 
 def write(options) -> None:
     """The tables and the plot from the saved results."""
-    stored = json.loads((RESULTS / f"{options.save}.json").read_text())
-    rows = stored["rows"]
+    files = [RESULTS / f"{options.save}{end}.json" for end in ("", "_mixing")]
+    rows = [row for path in files if path.exists() for row in json.loads(path.read_text())["rows"]]
     names = list(dict.fromkeys(r["cell"] for r in rows))
     times = sorted({r["T"] for r in rows if "T" in r})
     tables = {}
@@ -199,7 +215,7 @@ def write(options) -> None:
                 found = {t: worst(rows, name, weights, path, t) for t in times}
                 # A length at which no count agrees gets no entry, nor one that was not measured.
                 table[name] = {t: k for t, k in found.items() if k is not None and k >= 0}
-            tables[weights, path] = table
+            tables[weights, path] = {name: entries for name, entries in table.items() if entries}
     lines = [
         '"""K*(T) as measured by benchmarks/bench_k_star.py, which writes this file: worst of the seeds, no spare."""',
         "",
@@ -256,9 +272,10 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--steps", type=int, default=150, help="training steps; 0: fresh weights only")
-    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--cells", nargs="*", default=())
     parser.add_argument("--lengths", nargs="*", type=int, default=LENGTHS)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
+    parser.add_argument("--mixing", action="store_true", help="the cells that multiply by matrices")
     parser.add_argument("--save", default="bench_k_star", help="name of the results file")
     parser.add_argument("--dry", action="store_true", help="save nothing")
     options = parser.parse_args()
