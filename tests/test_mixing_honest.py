@@ -154,3 +154,40 @@ def test_a_pinned_solve_obeys_omega_and_ends_at_its_residual():
     assert early.iters < 20 and early.residual_history[-1] < 1e-3 <= early.residual_history[-2]
     newton_apply(cell, x, NewtonConfig(residual_atol=1e-3, omega=0.5, **common), stats=relaxed)
     assert relaxed.iters > early.iters
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_a_network_trained_to_remember(kind):
+    """Trained here to tell at the end the sign of what it saw at the start: right at many times that length."""
+    torch = pytest.importorskip("torch")
+    torch.manual_seed(0)
+    layer, make = {"gru": (torch.nn.GRU, StockGRU), "lstm": (torch.nn.LSTM, StockLSTM)}[kind]
+    module, head = layer(4, D, batch_first=True), torch.nn.Linear(D, 1)
+    with torch.no_grad():
+        # The gate that keeps starts half open to the past.
+        module.bias_hh_l0[D : 2 * D] += 1.5
+    optimiser = torch.optim.Adam([*module.parameters(), *head.parameters()], 1e-2)
+    losses = []
+    for step in range(240):
+        # What lies between grows as it learns.
+        x = 0.2 * torch.randn(32, 8 + step // 8, 4)
+        sign = torch.sign(torch.randn(32))
+        x[:, 0, 0] = 2.0 * sign
+        loss = torch.nn.functional.softplus(-sign * head(module(x)[0][:, -1])[:, 0]).mean()
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss.detach()))
+    # It has learnt something that lasts: chance is 0.69.
+    assert losses[-1] < 0.3
+    cell = make(4, D, seed=0, dtype=np.float64)
+    names = {"W_x.weight": "weight_ih_l0", "W_x.bias": "bias_ih_l0", "R": "weight_hh_l0", "b_h": "bias_hh_l0"}
+    cell = cell.replace(**{ours: getattr(module, v).detach().double().numpy() for ours, v in names.items()})
+    x = 0.2 * np.random.default_rng(1).standard_normal((2, T, 4))
+    x[:, 0, 0] = (2.0, -2.0)
+    for dtype in (np.float32, np.float64):
+        stats = NewtonStats()
+        small, given = cell.to(dtype=dtype), x.astype(dtype)
+        found = newton_apply(small, given, NewtonConfig(segment_len=50), stats=stats)
+        error = error_of(found, sequential_apply(small, given), cell.state_slots)
+        assert stats.converged and error <= (5e-5 if dtype == np.float32 else 5e-11)
