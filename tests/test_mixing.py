@@ -119,3 +119,20 @@ def test_sequences_without_work(shape):
     assert states.shape == (*shape[:2], 2, 4)
     assert grads.x.shape == shape and grads.params["R"].shape == cell.R.shape
     assert np.array_equal(states, sequential_apply(cell, x))
+
+
+@pytest.mark.parametrize("kind", ["gru", "lstm"])
+def test_windows_carry_the_state(kind, monkeypatch):
+    """Where memory allows a few segments at a time, windows follow one another, forward and back."""
+    from pararnn.mixing import plan
+
+    monkeypatch.setattr(plan, "WINDOW_BYTES", 100_000)
+    cell, x = make(kind, 4, 16, seed=0, dtype=np.float64), inputs((2, 601, 4))
+    stats = NewtonStats()
+    states, by_windows = newton_vjp(cell, x, NewtonConfig(segment_len=32), stats=stats)
+    loop, by_loop = newton_vjp(cell, x, NewtonConfig(segment_len=601))
+    cotangent = inputs(loop.shape, 1)
+    found, wanted = by_windows(cotangent), by_loop(cotangent)
+    assert stats.windows > 2 and np.abs(states - loop).max() < 1e-10
+    for a, b in ((found.x, wanted.x), *((found.params[n], wanted.params[n]) for n in wanted.params)):
+        assert np.abs(a - b).max() <= 1e-10 * np.abs(b).max()

@@ -214,3 +214,27 @@ def test_exact_is_the_loop_itself():
     stats = NewtonStats()
     found = newton_apply(cell, x, NewtonConfig(exact=True), stats=stats)
     assert stats.exact and np.array_equal(found, sequential_apply(cell, x))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_check_cell_passes_them(name):
+    pararnn.check_cell(CELLS[name](seed=0))
+
+
+def test_check_cell_finds_what_is_wrong():
+    class Unbounded(Own):
+        bounds = {"y": (-1.0, 1.0)}
+
+    class Hidden(Own):
+        hidden = "z"
+
+    calls = []
+
+    class Moody(Own):
+        def step(self, xp, mix, h, y, u, v, a):
+            calls.append(xp)
+            return super().step(xp, mix, h, y, u, v + float(len(calls)), a)
+
+    for kind, why in ((Unbounded, "left its declared bounds"), (Hidden, "hidden"), (Moody, "differs from the step")):
+        with pytest.raises(TypeError, match=why):
+            pararnn.check_cell(kind(4, 5, seed=0))

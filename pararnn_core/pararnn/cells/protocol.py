@@ -47,6 +47,11 @@ def check_cell(cell: Any) -> None:
             + (f" (it lacks {', '.join(missing)})" if missing else "")
             + "; derive from pararnn.ChannelwiseCell and write its step"
         )
+    if cell.family == "mixing":
+        from pararnn.mixing.check import check_mixing_cell
+
+        check_mixing_cell(cell)
+        return
     if len(set(cell.operand_names)) != len(cell.operand_names):
         raise TypeError(f"check_cell: slots, gates and params share a name in {cell.operand_names}")
     if tuple(cell.drives) != tuple(cell.gates[len(cell.gates) - len(cell.drives) :]):
