@@ -10,7 +10,7 @@ import numpy as np
 from pararnn.adjoint import Gradients, collect_gradients, starts_gradient
 from pararnn.arrays import dtype_name
 from pararnn.problem import Problem
-from pararnn.programs import programs_of
+from pararnn.programs import Marks, programs_of
 from pararnn_cpu.engine import Operands, Projection, aligned, lanes_first, run_loop
 from pararnn_cpu.product import add_products, multiply
 
@@ -50,6 +50,27 @@ class Parts:
         shape = (len(cell.gates), cell.d_h)
         self.weight = weight
         self.projection = Projection(weight.reshape(*shape, -1), bias.reshape(shape), first_gate)
+        # Documents are runs of their own, one after the other; where resets come in, the step has to choose its start.
+        places = problem.places
+        self.by_documents = places is not None and problem.documents == places.shape[0]
+        self.told = Marks(hold=problem.hold is not None) if self.by_documents else problem.marks
+        self.programs = programs_of(cell, marks=self.told)
+
+    def sequences(self) -> list[tuple[int, int, list[np.ndarray]]]:
+        """First step, end, and the slots before it, to be written over: the whole of time, or each document."""
+        problem = self.problem
+        if not self.by_documents:
+            return [(0, problem.shape[1], self.start())]
+        assert problem.offsets is not None and problem.documents is not None
+        shape = (problem.documents, problem.cell.state_slots, problem.cell.d_h)
+        starts = np.zeros(shape, self.work)
+        if problem.starts is not None:
+            starts[...] = np.asarray(problem.starts).reshape(shape)
+        ends = problem.offsets.tolist()
+        return [
+            (begin, end, [starts[n, None, s] for s in range(shape[1])])
+            for n, (begin, end) in enumerate(zip(ends, ends[1:], strict=False))
+        ]
 
     def start(self) -> list[np.ndarray]:
         """The slots before the first step, in arrays that may be written."""
@@ -65,7 +86,8 @@ class Parts:
             out[...] = a[:, steps, None]
             return out
 
-        if problem.head is not None:
+        if self.told.head:
+            assert problem.head is not None
             rows.append(spread(problem.head >= 0))
             if problem.starts is not None:
                 starts = np.asarray(problem.starts, dtype=self.work).reshape(-1, problem.cell.state_slots, width)
@@ -86,15 +108,19 @@ def run_forward(problem: Problem, exact: bool) -> np.ndarray:
     """States (B, T, …) in the dtype of the input."""
     parts = Parts(problem, 0)
     states = aligned(problem.state_shape, parts.work)
-    carry = parts.start()
-    whole = problem.x.dtype == parts.work and not problem.packed
-    programs = programs_of(problem.cell, marks=problem.marks)
-    copied = problem.shape[2] + (len(programs.gate_names) - len(programs.gates)) * problem.cell.d_h
+    programs, slots, sequences = parts.programs, problem.slots_of(states), parts.sequences()
+    told = len(programs.gate_names) - len(programs.gates)
+    whole = problem.x.dtype == parts.work and not told
+    copied = problem.shape[2] + told * problem.cell.d_h
     for part in [slice(0, problem.shape[1])] if whole else parts.stretches(copied):
-        inputs = np.asarray(problem.x[:, part], dtype=parts.work)
-        kept = [s[:, part] for s in problem.slots_of(states)]
-        operands = Operands(carry, parts.marks(part), parts.params, kept, inputs=inputs)
-        run_loop(programs.advance, [operands], projection=parts.projection, exact=exact)
+        inputs, marks, runs = np.asarray(problem.x[:, part], dtype=parts.work), parts.marks(part), []
+        for begin, end, carry in sequences:
+            steps = slice(max(begin, part.start), min(end, part.stop))
+            if steps.start < steps.stop:
+                local = slice(steps.start - part.start, steps.stop - part.start)
+                kept, rows = [s[:, steps] for s in slots], [m[:, local] for m in marks]
+                runs.append(Operands(carry, rows, parts.params, kept, inputs=inputs[:, local]))
+        run_loop(programs.advance, runs, projection=parts.projection, exact=exact)
     return states.astype(problem.dtype, copy=False)
 
 
@@ -104,10 +130,10 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     parts = Parts(problem, size)
     batch, _, features, width = problem.shape
     gates, work = len(cell.gates), parts.work
-    programs = programs_of(cell, marks=problem.marks)
+    programs, sequences = parts.programs, parts.sequences()
     loop, drawn = programs.back_propagate, gates + len(programs.start_names)
     slots, given = (problem.slots_of(np.asarray(a, dtype=work)) for a in (states, cotangent))
-    future = [np.zeros((batch, width), work) for _ in range(size)]
+    futures = [[np.zeros((batch, width), work) for _ in range(size)] for _ in sequences]
     sums = [np.zeros((batch, width), work) for _ in range(len(parts.params) + drawn)]
     begun = [np.empty((batch, problem.shape[1], width), work) for _ in programs.start_names]
     d_x, d_weight = aligned(problem.x.shape, work), np.zeros((gates * width, features), work)
@@ -118,13 +144,16 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
         shape = (batch, part.stop - part.start, gates, width)
         d_gates = buffer[: math.prod(shape) * work.itemsize].view(work).reshape(shape)
         marks = parts.marks(part)
-        # The state before the very first step is not among the states.
-        first = max(part.start, 1)
-        pieces = [(slice(first, part.stop), [s[:, first - 1 : part.stop - 1] for s in slots])]
-        if not part.start:
-            pieces.append((slice(0, 1), [s[:, None] for s in parts.start()]))
+        pieces = []
+        for (begin, end, start), future in zip(reversed(sequences), reversed(futures), strict=True):
+            # The state before a sequence's first step is not among the states.
+            first, stop = max(begin + 1, part.start), min(end, part.stop)
+            if first < stop:
+                pieces.append((slice(first, stop), [s[:, first - 1 : stop - 1] for s in slots], future))
+            if part.start <= begin < stop:
+                pieces.append((slice(begin, begin + 1), [s[:, None] for s in start], future))
         runs = []
-        for steps, previous in pieces:
+        for steps, previous, future in pieces:
             local = slice(steps.start - part.start, steps.stop - part.start)
             told = [m[:, local] for m in marks]
             rows = [lanes_first(r, work) for r in (*previous, *told, *(c[:, steps] for c in given))]
@@ -139,5 +168,10 @@ def run_backward(problem: Problem, states: np.ndarray, cotangent: np.ndarray, ex
     count = len(parts.params)
     grads = collect_gradients(problem, totals[:count], d_weight, np.concatenate(totals[count : count + gates]))
     starts = starts_gradient(problem, begun) if begun else None
+    if parts.by_documents:
+        found = np.stack([np.concatenate(future) for future in futures]).reshape(-1, *cell.state_shape)
+        starts = found.astype(problem.dtype, copy=False)
+        futures = [[np.zeros((batch, width), work) for _ in range(size)]]
+    (future,) = futures
     h0 = future[0] if size == 1 else np.stack(future, axis=1)
     return Gradients(d_x.astype(problem.dtype, copy=False), grads, h0.astype(problem.dtype, copy=False), starts=starts)
