@@ -32,13 +32,7 @@ MARK_EVERY = 32
 _HEAD = """@triton.jit(do_not_specialize=["T", "L", "C", "W"])
 def forward(gates, h0, weights, head_rows, fresh, hold_rows, states, work, estimate,
             B, T, D: tl.constexpr, L, C, W, tol, accept, EPS: tl.constexpr, BD: tl.constexpr, STAGE: tl.constexpr,
-            LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, HALF: tl.constexpr,
-            OVERLAP: tl.constexpr):
-    if OVERLAP:
-        # The next launch may get ready while this one runs; nothing that the one before wrote is read sooner.
-        if STAGE > 0:
-            cuda.gdc_wait()
-        cuda.gdc_launch_dependents()
+            LAST: tl.constexpr, MANY: tl.constexpr, HAS_H0: tl.constexpr, HALF: tl.constexpr):
     blocks = tl.cdiv(D, BD)
     pid = tl.program_id(0)
     block = pid % blocks

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from pararnn.programs import StepPrograms
 from pararnn_triton import device_math
@@ -35,7 +34,7 @@ def _module(source: str) -> ModuleType:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     module = ModuleType(name)
     scope = module.__dict__
-    scope.update({n: v for n, v in vars(device_math).items() if not n.startswith("_")}, triton=triton, tl=tl, cuda=cuda)
+    scope.update({n: v for n, v in vars(device_math).items() if not n.startswith("_")}, triton=triton, tl=tl)
     exec(compile(source, name, "exec"), scope)
     return module
 
@@ -47,16 +46,6 @@ def kernels(programs: StepPrograms) -> ModuleType:
     return programs.compiled["triton"]
 
 
-@lru_cache(maxsize=16)
-def _overlaps(device: torch.device) -> bool:
-    """Whether a launch can begin before the one that it waits for has ended: compute capability 9.0.
-
-    Graphs can hold such launches from CUDA 12.3 on.
-    """
-    cuda_version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
-    return device.type == "cuda" and cuda_version >= (12, 3) and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 class Launches:
     """The launches of one kernel layout, past Triton's own argument handling once a like call was compiled.
 
@@ -64,19 +53,10 @@ class Launches:
     is found out on the first: one object stands for one layout, one kind of tensors and one alignment of addresses.
     """
 
-    def __init__(
-        self,
-        grid: int,
-        warps: int,
-        numbers: tuple[int | float, ...],
-        steps: list[tuple[Any, ...]],
-        overlap: bool = False,
-    ) -> None:
+    def __init__(self, grid: int, warps: int, numbers: tuple[int | float, ...], steps: list[tuple[Any, ...]]) -> None:
         self.grid, self.warps, self.numbers = grid, warps, numbers
         # Of each launch its kernel and constants, and once it was compiled what starts it.
         self.steps = steps
-        # Launches after the first get ready while the one before runs; their kernels wait for it themselves.
-        self.overlap = overlap
         self.runners: list[Any] = []
 
     def __call__(self, *tensors: torch.Tensor) -> None:
@@ -94,10 +74,9 @@ class Launches:
 
     def _compile(self, tensors: tuple[torch.Tensor, ...]) -> None:
         runners = []
-        for k, (kernel, *constants) in enumerate(self.steps):
+        for kernel, *constants in self.steps:
             rest = (*self.numbers, *constants)
-            options = {**_OPTIONS, "launch_pdl": True} if self.overlap and k else _OPTIONS
-            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **options)
+            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **_OPTIONS)
             if not interpreting():
                 runners.append((compiled[(self.grid, 1, 1)], rest))
         self.runners = runners
@@ -170,16 +149,14 @@ def run_forward(
     def make() -> Launches:
         forward = kernels(programs).forward
         last = shape.passes - 1
-        overlap = many and _overlaps(device)
         return Launches(
             batch * shape.segments * triton.cdiv(width, shape.block),
             shape.warps,
             (batch, time, width, shape.length, shape.segments, shape.warmup, tol, accept),
             [
-                (forward, EPSILON, shape.block, min(k, 3), k == last, many, h0 is not None, half, overlap)
+                (forward, EPSILON, shape.block, min(k, 3), k == last, many, h0 is not None, half)
                 for k in range(shape.passes)
             ],
-            overlap,
         )
 
     key = (gates.shape, gates.dtype, device, h0 is None, shape, tol, accept, _aligned(*given))
