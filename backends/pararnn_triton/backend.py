@@ -86,6 +86,8 @@ class TritonBackend(Backend):
             return "a transformation or a compiler traces these tensors; the chunk form is what they can look into"
         if any(dtype_name(a.dtype) == "float64" for a in (*call.arrays.values(), call.initial)):
             return "its kernels compute in float32; float64 runs in the chunk form"
+        if "w" in call.arrays and call.form == "auto":
+            return "its kernel for a rank-one update has to be named, because no card has timed it yet"
         if call.offsets is not None:
             return "it takes no packed sequences; the chunk form does"
         if not key.numel() or not value.numel():
