@@ -135,15 +135,15 @@ def measure(name: str, run: Contender, shape: tuple[int, ...], budget: float) ->
     host, x, cotangent = numbers(shape)
     cell, there, weights = host.to(jnp), jnp.asarray(x), jnp.asarray(cotangent)
     forward = jax.jit(run)
-    both = jax.jit(jax.value_and_grad(lambda c, x: jnp.sum(run(c, x) * weights), argnums=(0, 1)))
+    both = jax.jit(jax.value_and_grad(lambda c, x, w: jnp.sum(run(c, x) * w), argnums=(0, 1)))
     row: dict[str, Any] = {"shape": list(shape), "contender": name}
     states, params = truth(shape)
     try:
         row["error"] = relative(forward(cell, there), states)
-        grads = both(cell, there)[1][0]
+        grads = both(cell, there, weights)[1][0]
         row["gradient_error"] = max(relative(grads.arrays[n], params[n]) for n in params)
         row["forward_ms"] = 1e3 * best_of(lambda: jax.block_until_ready(forward(cell, there)), budget_s=budget)["min"]
-        row["both_ms"] = 1e3 * best_of(lambda: jax.block_until_ready(both(cell, there)), budget_s=budget)["min"]
+        row["both_ms"] = 1e3 * best_of(lambda: jax.block_until_ready(both(cell, there, weights)), budget_s=budget)["min"]
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     return row
