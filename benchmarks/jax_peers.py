@@ -143,7 +143,9 @@ def measure(name: str, run: Contender, shape: tuple[int, ...], budget: float) ->
         grads = both(cell, there, weights)[1][0]
         row["gradient_error"] = max(relative(grads.arrays[n], params[n]) for n in params)
         row["forward_ms"] = 1e3 * best_of(lambda: jax.block_until_ready(forward(cell, there)), budget_s=budget)["min"]
-        row["both_ms"] = 1e3 * best_of(lambda: jax.block_until_ready(both(cell, there, weights)), budget_s=budget)["min"]
+        row["both_ms"] = (
+            1e3 * best_of(lambda: jax.block_until_ready(both(cell, there, weights)), budget_s=budget)["min"]
+        )
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {str(error).splitlines()[0][:160]}"
     return row
