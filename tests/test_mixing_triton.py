@@ -105,3 +105,56 @@ def test_packed_documents_do_not_see_each_other():
     arrays = list(cell.arrays.values())
     for a, b in zip(*(torch.autograd.grad(h.square().sum(), arrays) for h in (packed, alone)), strict=True):
         assert relative(a, b) < 1e-4
+
+
+@pytest.mark.parametrize("kind, heads", [(StockGRU, None), (StockLSTM, 2)])
+@pytest.mark.parametrize("leftward", [False, True])
+def test_a_kernel_that_computes_something_else_is_found_out(kind, heads, leftward, monkeypatch):
+    """A step is checked before it is captured: the right one passes, one with another matrix or tile does not."""
+    from pararnn_triton import mixing_check, mixing_launch
+
+    cell = kind(3, 8, seed=0, xp=torch, device=DEVICE, n_heads=heads)
+    x = torch.randn(2, 20, 3, device=DEVICE)
+    mixing_launch._boards.clear()
+    states, pull_back = newton_vjp(cell, x, NewtonConfig(scan_backend="triton", segment_len=5))
+    pull_back(torch.ones_like(states))
+    (board,) = mixing_launch._boards.values()
+    spans = [span for span in board.spans.values() if span.leftward == leftward and span.count > 1]
+    assert spans
+    for span in spans:
+        board.begin.zero_()
+        mixing_check.check_step(span)
+        name = "transposed" if leftward else "matrix"
+        right = getattr(board, name)
+        # What the kernel is given differs in one number from what the check is given.
+        wrong = right.clone()
+        wrong.view(-1)[3] += 0.5
+        launch = type(span)._back if leftward else type(span)._forward
+
+        def off(self, *arguments, launch=launch, name=name, wrong=wrong, right=right, **options):
+            setattr(self.board, name, wrong)
+            launch(self, *arguments, **options)
+            setattr(self.board, name, right)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(span), "_back" if leftward else "_forward", off)
+            with pytest.raises(mixing_check.KernelsDisagree, match="off by"):
+                mixing_check.check_step(span)
+
+
+def test_auto_goes_on_without_kernels_that_disagree_and_an_order_does_not(monkeypatch):
+    from pararnn.errors import BackendUnavailableError
+    from pararnn.problem import make_problem
+    from pararnn_triton import mixing_check, mixing_solve
+    from pararnn_triton.backend import TritonBackend
+
+    def disagree(*_):
+        raise mixing_check.KernelsDisagree("the generated step is off")
+
+    monkeypatch.setattr(mixing_solve, "solve_mixing_on_cuda", disagree)
+    cell = StockGRU(3, 8, seed=0, xp=torch, device=DEVICE)
+    x = torch.randn(2, 20, 3, device=DEVICE)
+    states, stats = TritonBackend().newton(make_problem("newton_apply", cell, x, None, NewtonConfig(), None))
+    assert relative(states, sequential_apply(cell, x)) < 1e-5 and "off" in stats.reason
+    with pytest.raises(BackendUnavailableError, match="off"):
+        newton_apply(cell, x, NewtonConfig(scan_backend="triton"))

@@ -13,6 +13,7 @@ from pararnn.apart import pull_back_apart, solve_apart
 from pararnn.arrays import Array, dtype_name, namespace_name
 from pararnn.backend import Backend
 from pararnn.engine import ArrayEngine
+from pararnn.errors import BackendUnavailableError
 from pararnn.linear_attention.inputs import Call
 from pararnn.lyapunov import largest_exponent
 from pararnn.problem import Problem
@@ -30,6 +31,12 @@ DEFAULT_PASSES = 4
 
 # Of pararnn.kernels.
 _FUNCTIONS = ("check_triton_environment", "require_fused_triton", "is_fused_dtype_supported")
+
+
+def _refuse_if_named(problem: Problem, error: Exception) -> None:
+    """Only `auto` may go on without the kernels."""
+    if problem.config.scan_backend != "auto":
+        raise BackendUnavailableError(f"scan_backend='triton' cannot run here: {error}") from error
 
 
 class TritonBackend(Backend):
@@ -116,13 +123,19 @@ class TritonBackend(Backend):
 
     def newton(self, problem: Problem) -> tuple[Array, NewtonStats]:
         if problem.cell.family == "mixing":
+            from pararnn_triton.mixing_check import KernelsDisagree
             from pararnn_triton.mixing_solve import solve_mixing_on_cuda
 
-            if problem.packed:
-                states, stats = solve_apart(problem, solve_mixing_on_cuda)
-            else:
-                states, stats = solve_mixing_on_cuda(problem)
-            stats.scan_backend = self.name
+            try:
+                if problem.packed:
+                    states, stats = solve_apart(problem, solve_mixing_on_cuda)
+                else:
+                    states, stats = solve_mixing_on_cuda(problem)
+                stats.scan_backend = self.name
+            except KernelsDisagree as error:
+                _refuse_if_named(problem, error)
+                states, stats = Backend().newton(problem)
+                stats.reason += f"; not by kernels, because {error}"
             return states, stats
         from pararnn_triton.launch import run_forward
 
@@ -165,11 +178,16 @@ class TritonBackend(Backend):
 
     def pull_back(self, problem: Problem, states: Array, cotangent: Array) -> Gradients:
         if problem.cell.family == "mixing":
+            from pararnn_triton.mixing_check import KernelsDisagree
             from pararnn_triton.mixing_solve import pull_back_mixing_on_cuda
 
-            if problem.packed:
-                return pull_back_apart(problem, pull_back_mixing_on_cuda, states, cotangent)
-            return pull_back_mixing_on_cuda(problem, states, cotangent)
+            try:
+                if problem.packed:
+                    return pull_back_apart(problem, pull_back_mixing_on_cuda, states, cotangent)
+                return pull_back_mixing_on_cuda(problem, states, cotangent)
+            except KernelsDisagree as error:
+                _refuse_if_named(problem, error)
+                return Backend().pull_back(problem, states, cotangent)
         from pararnn_triton.launch import run_backward
 
         cell = problem.cell

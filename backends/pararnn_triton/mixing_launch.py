@@ -15,6 +15,7 @@ from pararnn.cells.mixing import MixingCell
 from pararnn.mixing.joints import Measured, warmup_ratio
 from pararnn.mixing.trace import MixPrograms
 from pararnn_triton.launch import _OPTIONS, _module
+from pararnn_triton.mixing_check import check_step
 from pararnn_triton.mixing_source import mixing_source
 
 # Rows and channels of a program's tile, largest first: the first with which the programs fill the chip is taken. Tiles
@@ -236,6 +237,8 @@ class Span:
             work()
             return
         if name not in self.graphs:
+            if not self.graphs:
+                check_step(self)
             # A first run compiles the kernels and lets the product choose its own; what it changed is put back.
             kept = (self.starts, self.ends, self.entries, self.board.begin)
             before = [a.clone() for a in kept]
