@@ -96,12 +96,9 @@ def _remembered(programs: StepPrograms, key: tuple[Any, ...], make: Callable[[],
     return found
 
 
-def _aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all addresses are multiples of 16, which Triton compiles another kernel for."""
-    together = 0
-    for tensor in tensors:
-        together |= tensor.data_ptr()
-    return together % 16 == 0
+def _aligned(*tensors: torch.Tensor) -> tuple[bool, ...]:
+    """Which addresses are multiples of 16: Triton compiles another kernel for each combination."""
+    return tuple(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 class Told(NamedTuple):
