@@ -21,8 +21,11 @@ class MixedSLSTM(SLSTMEquations, MixingCell):
     output axis first, entries clamped to ±0.5 unless max_recurrent_norm says otherwise. Dense: ``R_dense`` (4·D, D),
     not clamped. Source: Beck et al. 2024 (arXiv 2405.04517), section 2.2.
 
+    >>> import warnings
     >>> from pararnn import ParaSLSTM
-    >>> ParaSLSTM(4, 8, mix="head", n_heads=2, seed=0).R_head.shape
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     cell = ParaSLSTM(4, 8, mix="head", n_heads=2, seed=0)
+    >>> cell.R_head.shape
     (4, 2, 4, 4)
     """
 
