@@ -626,3 +626,9 @@ def test_the_way_of_accelerators_on_numpy(kind, decay, monkeypatch):
         args, _ = inputs(kind, 75, batch=1, decay=decay)
         state = np.random.default_rng(5).standard_normal((4, 3, 5, 7))
         check(kind, args, state, 1e-12, options, cu_seqlens=[0, 20, 20, 51, 75])
+
+
+def test_a_wrong_shape_is_told_the_right_one():
+    q = np.zeros((2, 5, 1, 8))
+    with pytest.raises(ValueError, match=r"log_decay must be \(B, T, H, K or 1\) = \(2, 5, 1, 8 or 1\) to go with k"):
+        gla(q, q, q, q[..., :3])

@@ -19,6 +19,7 @@ from pararnn.demo import DemoError, run_both_ways
 from pararnn.demo.model import CELLS
 from pararnn.demo.run import run
 from pararnn.demo.settings import make_settings
+from pararnn.drives import with_drives
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
 from pararnn.problem import make_problem
 from pararnn.registry import choose
@@ -136,7 +137,7 @@ def _problem(options: argparse.Namespace, seed: int | None) -> tuple[Channelwise
         config = NewtonConfig(
             scan_backend=options.backend, segment_len=options.segment_len, max_iters=getattr(options, "iters", None)
         )
-        choose(make_problem(options.command, cell, x, None, config))
+        choose(make_problem(options.command, *with_drives(options.command, cell, x, {}), None, config))
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(str(error)) from None
     return cell, x, config

@@ -9,13 +9,55 @@ from typing import Any
 
 import numpy as np
 
-from pararnn.cells import ChannelwiseCell, ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh
+from pararnn.cells import (
+    ChannelwiseCell,
+    ParaCfC,
+    ParaGRU,
+    ParaHopfield,
+    ParaLEM,
+    ParaLRU,
+    ParaLSTM,
+    ParaMinGRU,
+    ParaMinLSTM,
+    ParaNLRU,
+    ParaS5,
+    ParaSLSTM,
+    ParaTanh,
+    ParaTitans,
+    ParaUnICORNN,
+    ResetFirstGRU,
+    StockCfC,
+    StockGRU,
+    StockLSTM,
+    StockRNN,
+)
 from pararnn.config import NewtonConfig
 from pararnn.demo.text import SYMBOLS
 from pararnn.newton import newton_apply, newton_vjp
 from pararnn.stats import NewtonStats
 
-CELLS: dict[str, type[ChannelwiseCell]] = {"gru": ParaGRU, "lstm": ParaLSTM, "slstm": ParaSLSTM, "tanh": ParaTanh}
+# Every cell that is made of two sizes and whose state is a row of channels, which the readout can take.
+CELLS: dict[str, type[ChannelwiseCell]] = {
+    "gru": ParaGRU,
+    "lstm": ParaLSTM,
+    "slstm": ParaSLSTM,
+    "tanh": ParaTanh,
+    "nlru": ParaNLRU,
+    "cfc": ParaCfC,
+    "titans": ParaTitans,
+    "lem": ParaLEM,
+    "unicornn": ParaUnICORNN,
+    "mingru": ParaMinGRU,
+    "minlstm": ParaMinLSTM,
+    "lru": ParaLRU,
+    "s5": ParaS5,
+    "hopfield": ParaHopfield,
+    "stock-gru": StockGRU,
+    "stock-lstm": StockLSTM,
+    "stock-rnn": StockRNN,
+    "stock-cfc": StockCfC,
+    "reset-first-gru": ResetFirstGRU,
+}
 
 Arrays = dict[str, np.ndarray]
 

@@ -12,6 +12,7 @@ import numpy as np
 from pararnn.config import NewtonConfig
 from pararnn.demo.errors import DemoError
 from pararnn.demo.model import CELLS
+from pararnn.drives import with_drives
 from pararnn.problem import make_problem
 from pararnn.registry import choose
 
@@ -77,7 +78,7 @@ class Settings:
         """Asks the registry now: an order that cannot be followed must not cost a minute first."""
         cell, x = CELLS[self.cell](1, 1, seed=0), np.zeros((1, 1, 1), dtype=np.float32)
         try:
-            choose(make_problem("demo", cell, x, None, self.config))
+            choose(make_problem("demo", *with_drives("demo", cell, x, {}), None, self.config))
         except (TypeError, ValueError, RuntimeError) as error:
             raise DemoError(str(error)) from None
 

@@ -111,9 +111,9 @@ def checked(
         a, width = arrays[name], widths[name]
         allowed = {sizes[w] if w in sizes else 1 for w in width.split(" or ")}
         if tuple(a.shape[:3]) != tuple(key.shape[:3]) or a.shape[-1] not in allowed:
+            sizes_wanted = ", ".join([*map(str, key.shape[:3]), " or ".join(map(str, sorted(allowed, reverse=True)))])
             raise ValueError(
-                f"{what}: {name} must be (B, T, H, {width}) = "
-                f"{(*key.shape[:3], ' or '.join(str(n) for n in sorted(allowed, reverse=True)))} to go with "
+                f"{what}: {name} must be (B, T, H, {width}) = ({sizes_wanted}) to go with "
                 f"k {tuple(key.shape)}, got {tuple(a.shape)}"
             )
     batch, time, heads, keys = key.shape
