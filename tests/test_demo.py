@@ -331,6 +331,16 @@ def test_verify_says_yes(capsys, cell, dtype):
     assert code == 0 and out.startswith("agrees: relative error") and "agreement_estimate" in out
 
 
+def test_a_reader_that_stops_reading_is_no_error():
+    code = "import sys; from pararnn.cli import main; sys.stdin.read(); sys.exit(main(['backends']))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        process.stdout.close()
+        process.stdin.close()
+        assert process.stderr.read() == "" and process.wait() == 1
+
+
 def test_verify_says_no(capsys):
     code, out, err = command(capsys, "verify", "--time", 500, "--width", 4, "--iters", 1, "--backend", "numpy")
     assert code == 1 and out.startswith("DISAGREES") and "NotConverged" not in err

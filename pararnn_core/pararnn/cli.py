@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,6 +28,8 @@ from pararnn.registry import choose
 # NumPy has no bfloat16.
 DTYPES = ("float32", "float64", "float16")
 
+CELL_HELP = f"one of {', '.join(CELLS)} (default: gru)"
+
 OK, NOT_OK, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -42,7 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     options = _parser().parse_args(arguments)
     try:
-        return options.handler(options)
+        code = options.handler(options)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader, `head` perhaps, has seen enough; what is still buffered goes nowhere, also when Python closes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NOT_OK
     except UsageError as error:
         print(f"pararnn {options.command}: {error}", file=sys.stderr)
         return USAGE
@@ -63,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--length", type=_at_least(1), metavar="T", help="steps of the timed sequence (default: 65536)")
     demo.add_argument("--out", metavar="DIR", help="folder for model, numbers and plot (default: pararnn-demo)")
     demo.add_argument("--backend", metavar="NAME", help="a backend from `pararnn backends` (default: auto)")
-    demo.add_argument("--cell", choices=CELLS, help="default: gru")
+    demo.add_argument("--cell", choices=CELLS, metavar="CELL", help=CELL_HELP)
     demo.add_argument("--seed", type=_at_least(0), metavar="N", help="of weights, windows and sample (default: 0)")
     demo.add_argument("--quick", action="store_true", help="a small model for a few steps: seconds")
     demo.set_defaults(handler=_demo)
@@ -89,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_problem(parser: argparse.ArgumentParser, *, time: int) -> None:
-    parser.add_argument("--cell", choices=CELLS, default="gru", help="default: gru")
+    parser.add_argument("--cell", choices=CELLS, metavar="CELL", default="gru", help=CELL_HELP)
     parser.add_argument("--batch", type=_at_least(1), default=1, metavar="B", help="sequences (default: 1)")
     parser.add_argument("--time", type=_at_least(1), default=time, metavar="T", help=f"time steps (default: {time})")
     parser.add_argument("--width", type=_at_least(1), default=64, metavar="D", help="state channels (default: 64)")
