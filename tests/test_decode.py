@@ -198,6 +198,8 @@ def test_what_does_not_fit_is_refused():
         (lambda: decode_step(cell, state, step, out=np.empty((2, 5))), ValueError, "out must be float32"),
         (lambda: decode_step(cell, state, step, out=np.empty((4, 2, 5), np.float32)[::2]), ValueError, "contiguous"),
         (lambda: decode_step(cell, state, step, block_table=np.array([0.0, 1.0])), TypeError, "int32 or int64"),
+        (lambda: decode_step(cell, state, step, block_table=[0.5, 1.0]), TypeError, "must hold whole numbers"),
+        (lambda: decode_step(cell, state, step, block_table=[True, False]), TypeError, "must hold whole numbers"),
         (lambda: decode_step(cell, state, step, block_table=np.array([0])), ValueError, r"shape \(2,\), got \(1,\)"),
         (lambda: decode_step(cell, state, step, block_table=np.array([0, 2])), ValueError, "state 2 of a pool of 2"),
         (

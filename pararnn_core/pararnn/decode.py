@@ -217,7 +217,11 @@ def _checked_input(cell: Any, given: Array, state: Any, projected: bool) -> tupl
 def _checked_table(xp: Namespace, table: Any, batch: int, pool: Array) -> Array:
     """The block table, checked where its numbers can be read without waiting for a device."""
     if isinstance(table, (list, tuple)):
-        table = xp.asarray(np.asarray(table, dtype=np.int64), device=array_api_compat.device(pool))
+        # As it was written first: to convert at once would round 0.5 down to state 0, and read True as state 1.
+        numbers = np.asarray(table) if len(table) else np.empty(0, dtype=np.int64)
+        if numbers.dtype.kind != "i":
+            raise TypeError(f"decode_step: block_table must hold whole numbers, got {table}")
+        table = xp.asarray(numbers.astype(np.int64), device=array_api_compat.device(pool))
     if not is_array(table) or dtype_name(table.dtype) not in ("int32", "int64"):
         got = dtype_name(table.dtype) if is_array(table) else type(table).__name__
         raise TypeError(f"decode_step: block_table must be int32 or int64, got {got}")
@@ -231,10 +235,10 @@ def _checked_table(xp: Namespace, table: Any, batch: int, pool: Array) -> Array:
             "the rows, step, and put them back"
         )
     if str(array_api_compat.device(table)) == "cpu":
-        numbers = [n for n in table.tolist() if n >= 0]
-        if numbers and max(numbers) >= int(pool.shape[0]):
-            raise ValueError(f"decode_step: block_table names state {max(numbers)} of a pool of {int(pool.shape[0])}")
-        if len(set(numbers)) != len(numbers):
+        named = [n for n in table.tolist() if n >= 0]
+        if named and max(named) >= int(pool.shape[0]):
+            raise ValueError(f"decode_step: block_table names state {max(named)} of a pool of {int(pool.shape[0])}")
+        if len(set(named)) != len(named):
             raise ValueError(f"decode_step: two rows of block_table name the same state: {table.tolist()}")
     return table
 
