@@ -243,3 +243,11 @@ def test_one_step_of_a_module_in_evaluation_carries_the_state():
 def test_names():
     for name in ("decode_step", "decode_wx", "can_decode_step"):
         assert name in pararnn.__all__
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_projection_may_be_written_over_its_input(library):
+    cell = cell_on(ParaGRU(12, 4, seed=0, dtype=np.float64), library)
+    x = on(library, np.random.default_rng(0).standard_normal((3, 12)))
+    wanted = back(decode_wx(cell, x)).copy()
+    assert np.allclose(back(decode_wx(cell, x, out=x)), wanted, rtol=1e-12, atol=1e-12)

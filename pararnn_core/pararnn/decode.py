@@ -51,8 +51,10 @@ def decode_wx(cell: Any, x: Array, *, out: Array | None = None) -> Array:
     if out is not None and namespace_name(xp) == "torch":
         import torch
 
-        torch.addmm(bias, row, weight.T, out=out.view(batch, rows))
-        return out
+        # addmm reads its rows while it writes: an `out` that shares x's memory needs the product elsewhere first.
+        if torch.compiler.is_compiling() or row.untyped_storage().data_ptr() != out.untyped_storage().data_ptr():
+            torch.addmm(bias, row, weight.T, out=out.view(batch, rows))
+            return out
     made = xp.reshape(row @ xp.matrix_transpose(weight) + bias, shape)
     if out is None:
         return made
