@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the kernels take torch tensors")
-pytest.importorskip("triton", reason="triton is not installed")
-
-from pararnn import (  # noqa: E402
+from card_support import DEVICE, ON_CARD, torch
+from pararnn import (
     ParaGRU,
     ParaLSTM,
     ParaRNN,
@@ -21,14 +17,7 @@ from pararnn import (  # noqa: E402
     decode_wx,
     sequential_apply,
 )
-
-ON_CARD = torch.cuda.is_available()
-DEVICE = "cuda" if ON_CARD else "cpu"
-if not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1":
-    # Triton reads the switch when it is first imported, so it cannot be thrown here.
-    pytest.skip("no CUDA card; .ci/run runs this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
-
-from pararnn_triton.decode import PROJECT_ROWS  # noqa: E402
+from pararnn_triton.decode import PROJECT_ROWS
 
 CELLS = (ParaGRU, ParaLSTM, ParaSLSTM, ParaTanh)
 

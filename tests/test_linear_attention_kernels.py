@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the kernels take torch tensors")
-pytest.importorskip("triton", reason="triton is not installed")
-
-from pararnn import BackendUnavailableError  # noqa: E402
-from pararnn.linear_attention import gla, rwkv6, rwkv7  # noqa: E402
-from test_linear_attention import cotangents, gap, inputs, oracle  # noqa: E402
-
-ON_CARD = torch.cuda.is_available()
-DEVICE = "cuda" if ON_CARD else "cpu"
-if not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("no CUDA card; run this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
+from card_support import DEVICE, ON_CARD, torch
+from pararnn import BackendUnavailableError
+from pararnn.linear_attention import gla, rwkv6, rwkv7
+from test_linear_attention import cotangents, gap, inputs, oracle
 
 
 def on_device(x, dtype=torch.float32):

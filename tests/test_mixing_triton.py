@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-torch = pytest.importorskip("torch", reason="the kernels take torch tensors")
-pytest.importorskip("triton", reason="triton is not installed")
-
-from pararnn import (  # noqa: E402
+from card_support import DEVICE, torch
+from pararnn import (
     NewtonConfig,
     NewtonStats,
     ParaGRU,
@@ -20,12 +16,6 @@ from pararnn import (  # noqa: E402
     newton_vjp,
     sequential_apply,
 )
-
-ON_CARD = torch.cuda.is_available()
-DEVICE = "cuda" if ON_CARD else "cpu"
-if not ON_CARD and os.environ.get("TRITON_INTERPRET") != "1":
-    # Triton reads the switch when it is first imported, so it cannot be thrown here.
-    pytest.skip("no CUDA card; .ci/run runs this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-torch = pytest.importorskip("torch", reason="the kernels take torch tensors")
-pytest.importorskip("triton", reason="triton is not installed")
-
-from pararnn import NewtonConfig, NewtonStats, StockGRU, StockLSTM, newton_vjp, sequential_apply  # noqa: E402
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("no CUDA card; .ci/run runs this file by itself with TRITON_INTERPRET=1", allow_module_level=True)
+from card_support import DEVICE, torch
+from pararnn import NewtonConfig, NewtonStats, StockGRU, StockLSTM, newton_vjp, sequential_apply
 
 
 @pytest.mark.parametrize("kind", [StockGRU, StockLSTM])

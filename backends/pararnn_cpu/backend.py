@@ -85,19 +85,7 @@ class CpuBackend(Backend):
         from pararnn_cpu import cut_loop, time_loop
 
         _, time, _, _ = problem.shape
-        stats = NewtonStats(
-            max_residual=0.0,
-            scan_backend=self.name,
-            path="sequential",
-            segment_len=time,
-            segments=1,
-            windows=1,
-            passes=1,
-            agreement_estimate=0.0,
-            exact=True,
-            converged=True,
-            reason=plan.reason if plan else CUT,
-        )
+        stats = NewtonStats.of_loop(self.name, time, plan.reason if plan else CUT)
         if cut is None:
             states = time_loop.run_forward(problem, self.exact)
         else:

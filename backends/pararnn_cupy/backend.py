@@ -12,6 +12,7 @@ from pararnn.arrays import Array, cast, dtype_name, namespace_name, quiet
 from pararnn.backend import Backend
 from pararnn.engine import ArrayEngine
 from pararnn.lyapunov import largest_exponent
+from pararnn.plan import kernel_reason
 from pararnn.problem import Problem
 from pararnn.programs import StepPrograms, programs_of
 from pararnn.solve import tolerance
@@ -110,7 +111,7 @@ class CupyBackend(Backend):
             segment_len=layout.length,
             segments=layout.segments,
             windows=1,
-            reason=_reason(layout),
+            reason=kernel_reason(layout.length, layout.segments, layout.passes),
         )
 
         def later(measure: Callable[[], Any]) -> Callable[[], Any]:
@@ -178,7 +179,7 @@ class CupyBackend(Backend):
         if problem.cell.family == "mixing":
             return super().describe(problem)
         layout = _layout(problem)
-        reason = _reason(layout)
+        reason = kernel_reason(layout.length, layout.segments, layout.passes)
         if self._is_on_host(problem):
             reason += "; NumPy arrays are copied to the current device and back, because this backend was named"
         return {
@@ -212,12 +213,6 @@ def _on_device(problem: Problem) -> Problem:
 
 def _programs(problem: Problem) -> StepPrograms:
     return programs_of(problem.cell, marks=problem.marks)
-
-
-def _reason(layout: Layout) -> str:
-    if layout.segments == 1:
-        return "one kernel loops over time: the channels keep the memory busy, or the sequence is short"
-    return f"segments of {layout.length} fill the chip; up to {layout.passes} launches, ended early on the device"
 
 
 def _layout(problem: Problem, *, backward: bool = False) -> Layout:

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pararnn.arrays import Array, epsilon
-from pararnn.per_step import RETRIES, StepEquations
-from pararnn.picard import published_sweeps
+from pararnn.per_step import StepEquations, planned_sweeps
 from pararnn.problem import Problem
-from pararnn.solve import picard_sweeps, solve_cell_of
+from pararnn.solve import solve_cell_of
 from pararnn_jax.report import Report, report_of
 
 
@@ -44,41 +43,33 @@ class _Traced(StepEquations):
 
     def solve(self, iterations: int) -> Report:
         """Newton from the first guess, tried again with more Picard sweeps while the residual stays high."""
-        config, cell = self.problem.config, self.cell
-        sweeps = picard_sweeps(cell, config)
-        offered = cell.solve_cell().picard_start and self.problem.guess is None
-        if not offered:
-            sweeps = 0
-        elif config.picard_iters is None:
-            sweeps = published_sweeps(self.problem.shape[1])
+        sweeps, retries = planned_sweeps(self.problem)
         found = self._attempt(iterations, sweeps)
-        if offered and (config.picard_iters is None if config.picard_adapt is None else config.picard_adapt):
-            for more in RETRIES:
-                if more > sweeps:
-                    low = found[2].residual <= config.picard_retry_atol
-                    again = lambda _, more=more: self._attempt(iterations, more)  # noqa: E731
-                    found = lax.cond(low, lambda found: found, again, found)
+        for more in retries:
+            low = found[2].residual <= self.problem.config.picard_retry_atol
+            again = lambda _, more=more: self._attempt(iterations, more)  # noqa: E731
+            found = lax.cond(low, lambda found: found, again, found)
         self.states, self.end_error, report = found
         return report
 
     def _attempt(self, iterations: int, sweeps: int) -> tuple[list[Array], list[Array], Report]:
         config, omega = self.problem.config, float(self.problem.config.omega)
 
-        def wanted(now: tuple[Array, Array, list[Array]]) -> Array:
-            made, largest, _ = now
+        # What was found at the states goes along with them: it tests them, and makes the next correction.
+        def wanted(now: tuple[Array, list[Array], tuple[Any, ...]]) -> Array:
+            made, _, (largest, _, _) = now
             go = made < iterations
             return go if config.residual_atol is None else go & ~(largest < config.residual_atol)
 
-        def body(now: tuple[Array, Array, list[Array]]) -> tuple[Array, Array, list[Array]]:
-            made, _, states = now
-            _, residual, jac = self.evaluate_at(states)
+        def body(now: tuple[Array, list[Array], tuple[Any, ...]]) -> tuple[Array, list[Array], tuple[Any, ...]]:
+            made, states, (_, residual, jac) = now
             delta = self.correction(residual, jac)
             states = [s + (d if omega == 1.0 else omega * d) for s, d in zip(states, delta, strict=True)]
-            return made + 1, self.evaluate_at(states)[0], states
+            return made + 1, states, self.evaluate_at(states)
 
         states = self.first_guess(sweeps)
-        made, largest, states = lax.while_loop(wanted, body, (jnp.asarray(0), self.evaluate_at(states)[0], states))
-        _, residual, jac = self.evaluate_at(states)
+        made, states, found = lax.while_loop(wanted, body, (jnp.asarray(0), states, self.evaluate_at(states)))
+        largest, residual, jac = found
         # The next correction is the first-order estimate of the error that is left, with what came in.
         left = self.correction(residual, jac, self.error)
         estimate = jnp.zeros((), states[0].dtype)

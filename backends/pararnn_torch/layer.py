@@ -177,18 +177,8 @@ def _time_loop(
     return newton_apply(cell, x, whole, h0=h0, stats=stats, **packing)
 
 
-_EXACT = NewtonStats(
-    path="sequential",
-    scan_backend="torch",
-    max_residual=0.0,
-    segments=1,
-    windows=1,
-    passes=1,
-    agreement_estimate=0.0,
-    exact=True,
-    converged=True,
-    reason="the time loop in torch's own operations, which autograd follows",
-)
+# Of any number of steps.
+_EXACT = NewtonStats.of_loop("torch", 0, "the time loop in torch's own operations, which autograd follows")
 
 
 def _parameter(a: Any) -> nn.Parameter:

@@ -16,6 +16,7 @@ from pararnn.engine import ArrayEngine
 from pararnn.errors import BackendUnavailableError
 from pararnn.linear_attention.inputs import Call
 from pararnn.lyapunov import largest_exponent
+from pararnn.plan import kernel_reason
 from pararnn.problem import Problem
 from pararnn.programs import programs_of
 from pararnn.solve import check_structure, tolerance
@@ -151,7 +152,7 @@ class TritonBackend(Backend):
             windows=1,
             passes=shape.passes,
             iters=shape.passes - 1,
-            reason=_reason(shape),
+            reason=kernel_reason(shape.length, shape.segments, shape.passes),
         )
         if not batch or not time:
             stats.max_residual = stats.agreement_estimate = 0.0
@@ -243,7 +244,7 @@ class TritonBackend(Backend):
             "segment_len": shape.length,
             "segments": shape.segments,
             "passes": shape.passes,
-            "reason": _reason(shape),
+            "reason": kernel_reason(shape.length, shape.segments, shape.passes),
         }
 
 
@@ -251,12 +252,6 @@ def _before_bfloat16(device: Any) -> bool:
     import torch
 
     return torch.cuda.get_device_capability(device) < (8, 0)
-
-
-def _reason(shape: Shape) -> str:
-    if shape.segments == 1:
-        return "one kernel loops over time: the channels keep the memory busy, or the sequence is short"
-    return f"segments of {shape.length} fill the chip; up to {shape.passes} launches, ended early on the device"
 
 
 def _shape(problem: Problem, *, backward: bool = False) -> Shape:

@@ -10,7 +10,7 @@ import triton
 
 from pararnn.cells.base import ChannelwiseCell
 from pararnn.programs import StepPrograms, programs_of
-from pararnn_triton.launch import _OPTIONS, _module
+from pararnn_triton.launch import OPTIONS, module_from
 from pararnn_triton.print_triton import indent, statements
 
 # Up to so many rows every program reads its rows of W_x again from the cache; beyond, a matrix product is faster.
@@ -50,7 +50,7 @@ def decode(
         kernel[grid](
             state, new, given, weight, bias if project else given, given if table is None else table, *params,
             width, cell.d_in, state.stride(0), given.stride(0), 0.0 if cap is None else float(cap),
-            block, features, project, table is not None, cap is not None, num_warps=4, **_OPTIONS,
+            block, features, project, table is not None, cap is not None, num_warps=4, **OPTIONS,
         )  # fmt: skip
     return new
 
@@ -58,7 +58,7 @@ def decode(
 def _kernel(programs: StepPrograms) -> Any:
     """The kernel of one cell, made on first use."""
     if "triton decode" not in programs.compiled:
-        programs.compiled["triton decode"] = _module(decode_source(programs)).decode_step
+        programs.compiled["triton decode"] = module_from(decode_source(programs)).decode_step
     return programs.compiled["triton decode"]
 
 

@@ -24,11 +24,11 @@ patch()
 
 EPSILON = 2.0**-23
 # Fused multiply-adds would round differently from kernel to kernel, and joints could not match bit for bit.
-_OPTIONS = {"enable_fp_fusion": False}
+OPTIONS = {"enable_fp_fusion": False}
 
 
 @lru_cache(maxsize=256)
-def _module(source: str) -> ModuleType:
+def module_from(source: str) -> ModuleType:
     """A module made from `source`; Triton reads a kernel's text back through linecache."""
     name = f"<pararnn {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
@@ -42,7 +42,7 @@ def _module(source: str) -> ModuleType:
 def kernels(programs: StepPrograms) -> ModuleType:
     """The module with ``forward``, ``adjoint_maps`` and ``back_propagate`` of one cell."""
     if "triton" not in programs.compiled:
-        programs.compiled["triton"] = _module(forward_source(programs) + "\n\n" + backward_source(programs))
+        programs.compiled["triton"] = module_from(forward_source(programs) + "\n\n" + backward_source(programs))
     return programs.compiled["triton"]
 
 
@@ -76,24 +76,29 @@ class Launches:
         runners = []
         for kernel, *constants in self.steps:
             rest = (*self.numbers, *constants)
-            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **_OPTIONS)
+            compiled = kernel[(self.grid,)](*tensors, *rest, num_warps=self.warps, **OPTIONS)
             if not interpreting():
                 runners.append((compiled[(self.grid, 1, 1)], rest))
         self.runners = runners
 
 
-# Layouts that are remembered for one cell; beyond that the oldest go.
-_REMEMBERED = 256
+# Layouts that are remembered in one place; beyond that the oldest go.
+REMEMBERED = 256
 
 
-def _remembered(programs: StepPrograms, key: tuple[Any, ...], make: Callable[[], Launches]) -> Launches:
-    known = programs.compiled.setdefault("triton launches", {})
+def remembered(known: dict[Any, Launches], key: Any, make: Callable[[], Launches]) -> Launches:
+    """The launches of a layout, made when it is first met."""
     found = known.get(key)
     if found is None:
-        if len(known) >= _REMEMBERED:
+        if len(known) >= REMEMBERED:
             known.pop(next(iter(known)))
         found = known[key] = make()
     return found
+
+
+def _of_cell(programs: StepPrograms) -> dict[Any, Launches]:
+    """Where the launches of one cell are remembered."""
+    return programs.compiled.setdefault("triton launches", {})
 
 
 def _aligned(*tensors: torch.Tensor) -> tuple[bool, ...]:
@@ -157,7 +162,7 @@ def run_forward(
         )
 
     key = (gates.shape, gates.dtype, device, h0 is None, shape, tol, accept, _aligned(*given))
-    _remembered(programs, key, make)(*given, states, work, estimate)
+    remembered(_of_cell(programs), key, make)(*given, states, work, estimate)
     return states, estimate
 
 
@@ -197,13 +202,13 @@ def run_backward(
         maps = torch.empty((len(programs.n.flat) + size + len(programs.cut_names), batch, segments, width), **kind)
         futures = torch.empty((size, batch, segments, width), **kind)
         counters = torch.zeros(batch * triton.cdiv(width, shape.block), dtype=torch.int32, device=gates.device)
-        _remembered(
-            programs,
+        remembered(
+            _of_cell(programs),
             ("adjoint_maps", *key),
             lambda: Launches(grid, shape.warps, numbers, [(kernels(programs).adjoint_maps, *constants)]),
         )(*common, maps, futures, grad_h0, counters)
-    _remembered(
-        programs,
+    remembered(
+        _of_cell(programs),
         ("back_propagate", *key),
         lambda: Launches(
             grid, shape.warps, (*numbers, told.documents), [(kernels(programs).back_propagate, *constants, many)]

@@ -14,15 +14,13 @@ from pararnn.linear_attention.inputs import Call
 from pararnn.linear_attention.run import pull_back_rank_one
 from pararnn.linear_attention.states import chunk_states
 from pararnn_triton import linear_attention_kernels as kernels
-from pararnn_triton.launch import Launches
+from pararnn_triton.launch import Launches, remembered
 
 # Steps in a chunk, how often it can be halved, and chunks that a scan takes at once.
 CHUNK, LEVELS, ROWS = 64, 6, 32
 
 
-_known: dict[tuple[Any, ...], Launches] = {}
-# Layouts that are remembered; beyond that the oldest go.
-_REMEMBERED = 256
+_known: dict[Any, Launches] = {}
 
 
 def start(
@@ -31,12 +29,7 @@ def start(
     """Launches a kernel, past Triton's own argument handling once a call of this layout was compiled."""
     kinds = tuple((x.dtype, x.data_ptr() % 16 == 0) for x in tensors)
     key = (kernel, grid, warps, numbers, constants, kinds, tensors[0].device)
-    found = _known.get(key)
-    if found is None:
-        if len(_known) >= _REMEMBERED:
-            _known.pop(next(iter(_known)))
-        found = _known[key] = Launches(grid, warps, numbers, [(kernel, *constants)])
-    found(*tensors)
+    remembered(_known, key, lambda: Launches(grid, warps, numbers, [(kernel, *constants)]))(*tensors)
 
 
 @dataclass(frozen=True)
@@ -65,6 +58,12 @@ class Sizes:
     @property
     def numbers(self) -> tuple[int, ...]:
         return self.time, self.chunks, self.heads, self.keys, self.values, self.channels
+
+    @property
+    def whole(self) -> tuple[Any, ...]:
+        """The numbers and constants of a kernel that goes through all levels of a chunk."""
+        numbers = (self.scale, *self.numbers)
+        return numbers, self.exclusive, self.bonus, self.shared, self.precision, LEVELS, *self.tiles
 
     @property
     def shared(self) -> bool:
@@ -132,13 +131,7 @@ class DiagonalRecurrence(torch.autograd.Function):
             sizes.grid,
             4,
             (q, k, v, g, u, befores, out),
-            (sizes.scale, *sizes.numbers),
-            sizes.exclusive,
-            sizes.bonus,
-            sizes.shared,
-            sizes.precision,
-            LEVELS,
-            *sizes.tiles,
+            *sizes.whole,
         )
         ctx.sizes = sizes
         ctx.save_for_backward(q, k, v, g, u, befores, wholes)
@@ -163,13 +156,7 @@ class DiagonalRecurrence(torch.autograd.Function):
             sizes.grid,
             8,
             tensors,
-            (sizes.scale, *sizes.numbers),
-            sizes.exclusive,
-            sizes.bonus,
-            sizes.shared,
-            sizes.precision,
-            LEVELS,
-            *sizes.tiles,
+            *sizes.whole,
         )
         of_bonus = None
         if sizes.bonus:

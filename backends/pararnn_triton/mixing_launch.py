@@ -14,7 +14,7 @@ import triton
 from pararnn.cells.mixing import MixingCell
 from pararnn.mixing.joints import Measured, warmup_ratio
 from pararnn.mixing.trace import MixPrograms
-from pararnn_triton.launch import _OPTIONS, _module
+from pararnn_triton.launch import OPTIONS, module_from
 from pararnn_triton.mixing_check import check_step
 from pararnn_triton.mixing_source import mixing_source
 
@@ -32,7 +32,7 @@ KEPT_SHAPES, KEPT_BYTES = 8, 4 * 2**30
 
 def module_of(programs: MixPrograms) -> Any:
     if "triton" not in programs.compiled:
-        programs.compiled["triton"] = _module(mixing_source(programs))
+        programs.compiled["triton"] = module_from(mixing_source(programs))
     return programs.compiled["triton"]
 
 
@@ -154,7 +154,7 @@ class Span:
             board.gates, board.matrix, board.bias, board.diagonals, self.slots, self.other, self.entries, board.states,
             board.begin, self.rows, board.time, board.width, self.length, self.count, l,
             self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first,
-            num_warps=WARPS, **_OPTIONS,
+            num_warps=WARPS, **OPTIONS,
         )  # fmt: skip
         self.slots, self.other = self.other, self.slots
 
@@ -165,7 +165,7 @@ class Span:
             self.slots, self.entries, self.mixed, self.mixed_after, more["d_gates"], more["d_products"],
             board.begin, self.rows, board.time, board.width, self.length, self.count, l,
             self.inner, *self.tile, DEPTH, self.precision, self.leftward, tangent, store, first,
-            num_warps=WARPS, **_OPTIONS,
+            num_warps=WARPS, **OPTIONS,
         )  # fmt: skip
         self.mixed, self.mixed_after = self.mixed_after, self.mixed
 
@@ -195,7 +195,7 @@ class Span:
         board.module.measure[(self.rows, board.size)](
             self.starts, self.ends, self.old_starts, self.old_ends, self.seen, self.blank, self.report,
             self.rows, board.width, self.count,
-            min(1024, triton.next_power_of_2(board.width)), again, num_warps=4, **_OPTIONS,
+            min(1024, triton.next_power_of_2(board.width)), again, num_warps=4, **OPTIONS,
         )  # fmt: skip
 
     # What is captured. The first start of each sequence is in `starts` before.
@@ -219,7 +219,7 @@ class Span:
         board.module.correct[(board.batch * blocks,)](
             self.starts, self.ends, self.entries,
             board.no_box if self.leftward else board.box, self.rows, board.width, self.count,
-            JOINT_BLOCK, self.leftward, num_warps=2, **_OPTIONS,
+            JOINT_BLOCK, self.leftward, num_warps=2, **OPTIONS,
         )  # fmt: skip
         self._pass(None)
         self._measured(again=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from pararnn.config import NewtonConfig
 from pararnn.mixing.joints import JointSettings, settle
 from pararnn.mixing.plan import MixPlan
 from pararnn.mixing.trace import mix_programs_of
-from pararnn.plan import MARGIN, _fitting_length
+from pararnn.plan import MARGIN, fitting_length
 from pararnn.problem import Problem
 from pararnn.solve import solve_cell_of, tolerance
 from pararnn.stats import NewtonStats
@@ -56,7 +56,7 @@ def plan(problem: Problem) -> MixPlan:
     if wanted is None:
         # Wide products cost more than many steps once they fill the chip.
         wanted = min(max(32, time // 16), max(64, int(math.sqrt(batch * time) / 2)), 256)
-        wanted = _fitting_length(time, min(wanted, time // 2))
+        wanted = fitting_length(time, min(wanted, time // 2))
         rows, width = batch * (time // wanted), problem.cell.d_h
         if (wanted + min(warmup, wanted - 1)) * _step_cost(rows, width) * MARGIN > time * _step_cost(batch, width):
             why = f"{batch} sequences fill the chip by themselves: {time} steps run fastest as one loop"
@@ -270,12 +270,5 @@ def _walk_back(board: Board, future: torch.Tensor, stop: int, steps: int) -> tor
     return nu
 
 
-def describe_mixing_on_cuda(problem: Problem) -> dict[str, Any]:
-    chosen = plan(problem)
-    return {
-        "path": chosen.path,
-        "segment_len": chosen.segment_len,
-        "segments": chosen.segments,
-        "passes": 1 if chosen.path == "sequential" else 2,
-        "reason": chosen.reason,
-    }
+def describe_mixing_on_cuda(problem: Problem) -> dict[str, object]:
+    return plan(problem).described()

@@ -10,13 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 from pararnn.adjoint import Gradients
-from pararnn.arrays import FLOATS, Array, cast, common_namespace, dtype_name
+from pararnn.arrays import Array, cast, common_namespace
 from pararnn.config import NewtonConfig
 from pararnn.drives import split_drives, with_drives
 from pararnn.errors import NewtonDivergenceError, NotConvergedWarning
 from pararnn.front import adopted, front_of, told
 from pararnn.packing import spread_last
-from pararnn.problem import Problem, make_problem
+from pararnn.problem import Problem, check_given, make_problem
 from pararnn.registry import choose
 from pararnn.stats import NewtonStats
 from pararnn.verify import default_agreement_atol
@@ -226,16 +226,8 @@ def _whole_cotangent(problem: Problem, cotangent: Array | None, last: Array | No
     if cotangent is None and last is None:
         raise TypeError("pullback: give the states' cotangent, or last= for the final state's, or both")
     common_namespace("pullback", x=problem.x, cotangent=cotangent, last=last)
-    for label, array, wanted in (
-        ("cotangent", cotangent, problem.state_shape),
-        ("last", last, (ends, *problem.cell.state_shape)),
-    ):
-        if array is None:
-            continue
-        if tuple(array.shape) != wanted:
-            raise ValueError(f"pullback: {label} must have shape {wanted}, got {tuple(array.shape)}")
-        if dtype_name(array.dtype) not in FLOATS:
-            raise TypeError(f"pullback: {label} must be floating, got {dtype_name(array.dtype)}")
+    check_given("pullback", "cotangent", cotangent, problem.state_shape)
+    check_given("pullback", "last", last, (ends, *problem.cell.state_shape))
     if last is None:
         assert cotangent is not None
         return cotangent, None

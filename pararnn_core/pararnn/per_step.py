@@ -86,18 +86,23 @@ def _larger(a: float, b: float) -> float:
 
 def _solve_window(window: StepEquations, iterations: int) -> None:
     """Newton from the window's first guess, tried again with more Picard sweeps while the residual stays high."""
-    config, cell = window.problem.config, window.problem.cell
-    sweeps = picard_sweeps(cell, config)
-    offered = cell.solve_cell().picard_start and window.problem.guess is None
-    if not offered:
-        sweeps = 0
-    elif config.picard_iters is None:
-        sweeps = published_sweeps(window.problem.shape[1])
+    sweeps, retries = planned_sweeps(window.problem)
     window.iterate(iterations, sweeps)
-    if offered and (config.picard_iters is None if config.picard_adapt is None else config.picard_adapt):
-        for more in RETRIES:
-            if more > sweeps and not window.stats.max_residual <= config.picard_retry_atol:
-                window.iterate(iterations, more)
+    for more in retries:
+        if not window.stats.max_residual <= window.problem.config.picard_retry_atol:
+            window.iterate(iterations, more)
+
+
+def planned_sweeps(problem: Problem) -> tuple[int, tuple[int, ...]]:
+    """Picard sweeps before Newton, and the larger numbers of them to try while the residual stays high."""
+    config, cell = problem.config, problem.cell
+    sweeps = picard_sweeps(cell, config)
+    if not cell.solve_cell().picard_start or problem.guess is not None:
+        return 0, ()
+    if config.picard_iters is None:
+        sweeps = published_sweeps(problem.shape[1])
+    adapt = config.picard_iters is None if config.picard_adapt is None else config.picard_adapt
+    return sweeps, tuple(more for more in RETRIES if more > sweeps) if adapt else ()
 
 
 class StepEquations:

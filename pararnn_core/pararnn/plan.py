@@ -15,15 +15,18 @@ SEGMENT_LENGTHS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 409
 DEFAULT_WARMUP = 64
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Segments of `segment_len` steps (T for the time loop), `segments` of them in a window, and why."""
+def kernel_reason(length: int, segments: int, passes: int) -> str:
+    """Why a problem is laid over a graphics card as it is, for :func:`pararnn.explain`."""
+    if segments == 1:
+        return "one kernel loops over time: the channels keep the memory busy, or the sequence is short"
+    return f"segments of {length} fill the chip; up to {passes} launches, ended early on the device"
 
-    path: str
+
+class Windows:
+    """What a plan's segments make of a sequence: windows of `segments` segments, each of `segment_len` steps."""
+
     segment_len: int
     segments: int
-    reason: str
-    predicted_us: float
 
     def windows(self, time: int) -> Iterator[tuple[int, int, int]]:
         """(first step, L, C) of each window; what is left over at the end is one short segment of its own."""
@@ -33,6 +36,17 @@ class Plan:
             count = min(self.segments, (time - start) // length)
             yield start, length, count
             start += length * count
+
+
+@dataclass(frozen=True)
+class Plan(Windows):
+    """Segments of `segment_len` steps (T for the time loop), `segments` of them in a window, and why."""
+
+    path: str
+    segment_len: int
+    segments: int
+    reason: str
+    predicted_us: float
 
 
 def _operations(loop: LoopProgram) -> tuple[int, int, int]:
@@ -53,7 +67,7 @@ def step_us(loop: LoopProgram, lanes: int, costs: Costs) -> float:
 
 
 @lru_cache(maxsize=1024)
-def _fitting_length(time: int, wanted: int) -> int:
+def fitting_length(time: int, wanted: int) -> int:
     """A segment length near `wanted` that leaves few steps over."""
     low, high = max(1, wanted * 7 // 8), max(1, wanted * 9 // 8)
     return min(range(low, min(high, time) + 1), key=lambda l: (time % l, abs(l - wanted)), default=wanted)
@@ -96,7 +110,7 @@ def make_plan(
     for wanted in SEGMENT_LENGTHS:
         if wanted * 3 > time:
             break
-        length = _fitting_length(time, wanted)
+        length = fitting_length(time, wanted)
         count = window_segments(length, lanes, row_arrays, item, time, costs.window_bytes)
         if count < 2:
             continue

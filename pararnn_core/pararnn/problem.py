@@ -100,6 +100,16 @@ class Problem:
         return [states] if self.cell.state_slots == 1 else [states[:, :, s, ...] for s in range(self.cell.state_slots)]
 
 
+def check_given(what: str, label: str, array: Array | None, wanted: tuple[int, ...]) -> None:
+    """Refuses an optional array of another shape, or one that is not floating."""
+    if array is None:
+        return
+    if tuple(array.shape) != wanted:
+        raise ValueError(f"{what}: {label} must have shape {wanted}, got {tuple(array.shape)}")
+    if dtype_name(array.dtype) not in FLOATS:
+        raise TypeError(f"{what}: {label} must be floating, got {dtype_name(array.dtype)}")
+
+
 def make_problem(
     what: str,
     cell: Any,
@@ -128,16 +138,8 @@ def make_problem(
     batch, time = int(x.shape[0]), int(x.shape[1])
     packing = make_packing(what, xp, x, adopted(cu_seqlens), adopted(reset), adopted(mask))
     count = batch if packing.documents is None else packing.documents
-    for label, array, wanted in (
-        ("h0", h0, (count, *cell.state_shape)),
-        ("guess", guess, (batch, time, *cell.state_shape)),
-    ):
-        if array is None:
-            continue
-        if tuple(array.shape) != wanted:
-            raise ValueError(f"{what}: {label} must have shape {wanted}, got {tuple(array.shape)}")
-        if dtype_name(array.dtype) not in FLOATS:
-            raise TypeError(f"{what}: {label} must be floating, got {dtype_name(array.dtype)}")
+    check_given(what, "h0", h0, (count, *cell.state_shape))
+    check_given(what, "guess", guess, (batch, time, *cell.state_shape))
     if h0 is not None:
         cell.check_h0(xp, h0)
     return _packed(Problem(cell, x, h0, config, guess, xp), packing)

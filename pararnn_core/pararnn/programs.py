@@ -87,7 +87,7 @@ class Entry:
         return [[graph.const(0.0) if n is None else graph.input(n) for n in row] for row in self.names]
 
 
-def _product(a: Sequence[Sequence[Expr]], b: Sequence[Sequence[Expr]]) -> list[list[Expr]]:
+def matrix_product(a: Sequence[Sequence[Expr]], b: Sequence[Sequence[Expr]]) -> list[list[Expr]]:
     zero = a[0][0].graph.const(0.0)
     rows = []
     for row in a:
@@ -105,7 +105,7 @@ def _transposed(a: Sequence[Sequence[Expr]]) -> list[list[Expr]]:
     return [list(row) for row in zip(*a, strict=True)]
 
 
-def _reachable(pattern: list[list[bool]]) -> list[list[bool]]:
+def reachable(pattern: list[list[bool]]) -> list[list[bool]]:
     """Pattern of every product of matrices with this pattern (identity included)."""
     size = len(pattern)
     closed = [[pattern[i][j] or i == j for j in range(size)] for i in range(size)]
@@ -161,7 +161,7 @@ class StepPrograms:
         self.jac = jacobian(self.stepped, self.seen)
         if diagonal:
             self.jac = [[e if i == j else zero for j, e in enumerate(row)] for i, row in enumerate(self.jac)]
-        pattern = _reachable([[not e.is_number(0.0) for e in row] for row in self.jac])
+        pattern = reachable([[not e.is_number(0.0) for e in row] for row in self.jac])
         one = graph.const(1.0)
         # Names of the entries of the running product M, of its transpose N, and of the Jacobian J.
         product = [[one if yes else zero for yes in row] for row in pattern]
@@ -228,7 +228,7 @@ class StepPrograms:
     def _grown(self, product: list[list[Expr]]) -> list[list[Expr]]:
         """J·M, each column pushed through the step: fewer operations than forming J first."""
         if self.diagonal:
-            grown = _product(self.jac, product)
+            grown = matrix_product(self.jac, product)
         else:
             grown = _transposed([pushforward(self.stepped, self.seen, column) for column in _transposed(product)])
         return [self._without(self.head, self._held(old, new)) for old, new in zip(product, grown, strict=True)]
@@ -342,7 +342,7 @@ class StepPrograms:
     def _sweep(self, columns: list[list[Expr]]) -> list[list[Expr]]:
         """Jᵀ times each column vector, with J's entries as symbols; nothing passes a head, padding passes all."""
         transposed = _transposed(self.j.symbols(self.graph))
-        swept = _transposed(_product(transposed, _transposed(columns)))
+        swept = _transposed(matrix_product(transposed, _transposed(columns)))
         return [self._without(self.head, self._held(old, new)) for old, new in zip(columns, swept, strict=True)]
 
     def _cut(self) -> list[Expr]:
@@ -393,7 +393,7 @@ class StepPrograms:
         g = self.graph
         ends = [g.input(f"v_{s}") for s in self.slots]
         rows_b = [f"b_{s}" for s in self.slots]
-        moved = [row[0] for row in _product(self.n.symbols(g), [[v] for v in ends])]
+        moved = [row[0] for row in matrix_product(self.n.symbols(g), [[v] for v in ends])]
         if self.head is not None:
             cut = g.apply("greater", g.input("cut"), g.const(0.5))
             moved = self._without(cut, moved)

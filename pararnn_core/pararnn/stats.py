@@ -62,6 +62,23 @@ class NewtonStats:
     reason: str = ""
     lyapunov: float = math.nan
 
+    @classmethod
+    def of_loop(cls, backend: str, time: int, reason: str) -> NewtonStats:
+        """The report of one exact loop over `time` steps."""
+        return cls(
+            path="sequential",
+            scan_backend=backend,
+            max_residual=0.0,
+            segment_len=time,
+            segments=1,
+            windows=1,
+            passes=1,
+            agreement_estimate=0.0,
+            exact=True,
+            converged=True,
+            reason=reason,
+        )
+
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
         if isinstance(value, Later):

@@ -14,7 +14,7 @@ from pararnn.config import NewtonConfig
 from pararnn.stats import NewtonStats
 from pararnn_torch.apply import apart, autocasts, is_tracked
 from pararnn_torch.compiled import ticket_for
-from pararnn_torch.parallelize.native import NativeChoice, native_stats
+from pararnn_torch.parallelize.native import NativeChoice
 from pararnn_torch.parallelize.packed import Lengths
 from pararnn_torch.parallelize.weights import Orders, Weights, kind_of, run
 from pararnn_torch.rnn import worst
@@ -195,7 +195,7 @@ class ParallelLayers(nn.RNNBase):
     def _native(self, why: str, time: int, input: Any, hx: Any) -> Any:
         """torch.nn's own forward, like ours in the dtype of the weights whatever autocast says."""
         weight = self._weights(0, False).ih
-        self.heard(native_stats(time, why))
+        self.heard(NewtonStats.of_loop("torch.nn", time, why))
         if autocasts(weight.device):
             input, hx = input.to(weight.dtype), _cast(hx, weight.dtype)
         with apart(weight.device):

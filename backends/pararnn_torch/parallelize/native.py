@@ -11,7 +11,6 @@ from pararnn.config import NewtonConfig
 from pararnn.mixing.plan import costs_of, plan_mixing
 from pararnn.newton import checked_problem
 from pararnn.registry import choose
-from pararnn.stats import NewtonStats
 from pararnn_torch.parallelize.weights import Weights
 
 # Microseconds that torch.nn's loop on a CPU spends on a step beside its product, without and with a gradient. Measured
@@ -66,9 +65,7 @@ def _ordered(config: NewtonConfig, time: int) -> bool:
     return config.scan_backend != "auto" or config.exact or any(order is not None for order in said)
 
 
-def _reason(
-    mode: str, weights: Weights, batch: int, time: int, config: NewtonConfig, tracked: bool
-) -> str | None:
+def _reason(mode: str, weights: Weights, batch: int, time: int, config: NewtonConfig, tracked: bool) -> str | None:
     arrays = {name: a.detach() for name, a in weights.arrays().items()}
     cell = weights.kind._copy(weights.kind.max_recurrent_norm, arrays)
     # Sizes alone decide, so one number stands for the whole input.
@@ -96,20 +93,3 @@ def _reason(
 def _by_onednn(mode: str, weights: Weights) -> bool:
     plain = mode == "LSTM" and weights.ih.dtype == torch.float32 and weights.hr is None
     return plain and torch.backends.mkldnn.is_available()
-
-
-def native_stats(time: int, reason: str) -> NewtonStats:
-    """The report of torch.nn's own loop."""
-    return NewtonStats(
-        path="sequential",
-        scan_backend="torch.nn",
-        max_residual=0.0,
-        segment_len=time,
-        segments=1,
-        windows=1,
-        passes=1,
-        agreement_estimate=0.0,
-        exact=True,
-        converged=True,
-        reason=reason,
-    )

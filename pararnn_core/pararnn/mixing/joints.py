@@ -204,7 +204,7 @@ class ArrayJoints:
             self.m = self._split(self.diagonals())
         new = _corrected(xp, self.s, self.e, self.m, self.entries, self.boxes)
         if self.settings.omega != 1.0:
-            new = [a + self.settings.omega * _gap(xp, b, a) for a, b in zip(old_s, new, strict=True)]
+            new = [a + self.settings.omega * gap(xp, b, a) for a, b in zip(old_s, new, strict=True)]
         where = _device(new[0])
         moved = xp.zeros((batch, count), dtype=xp.bool, device=where)
         for a, b in zip(new, old_s, strict=True):
@@ -230,12 +230,12 @@ class ArrayJoints:
         scale = self._scales()
         return Measured(
             _host(xp, _norm(xp, self._gaps(), scale)),
-            _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(self.s, old_s, strict=True)], scale)),
-            _host(xp, _norm(xp, [_gap(xp, a, b) for a, b in zip(self.e, old_e, strict=True)], scale)),
+            _host(xp, _norm(xp, [gap(xp, a, b) for a, b in zip(self.s, old_s, strict=True)], scale)),
+            _host(xp, _norm(xp, [gap(xp, a, b) for a, b in zip(self.e, old_e, strict=True)], scale)),
         )
 
     def _gaps(self) -> list[Array]:
-        return [_gap(self.xp, a[:, :-1, ...], b[:, 1:, ...]) for a, b in zip(self.e, self.s, strict=True)]
+        return [gap(self.xp, a[:, :-1, ...], b[:, 1:, ...]) for a, b in zip(self.e, self.s, strict=True)]
 
     def _scales(self) -> list[float]:
         return _scales(self.xp, [*zip(self.s, self.e, strict=True)], self.settings)
@@ -343,7 +343,7 @@ def _scales(xp: Namespace, pairs: list[tuple[Array, Array]], settings: JointSett
     return [max(scales)] * len(scales) if settings.one_scale else scales
 
 
-def _gap(xp: Namespace, a: Array, b: Array) -> Array:
+def gap(xp: Namespace, a: Array, b: Array) -> Array:
     return xp.where(same_bits(xp, a, b), xp.zeros_like(a), a - b)
 
 

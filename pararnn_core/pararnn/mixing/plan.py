@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -11,7 +10,7 @@ from pararnn.arrays import dtype_name, namespace_name
 from pararnn.cells.mixing import MixingCell
 from pararnn.graph import Program
 from pararnn.mixing.trace import mix_programs_of
-from pararnn.plan import MARGIN, _fitting_length
+from pararnn.plan import MARGIN, Windows, fitting_length
 from pararnn.problem import Problem
 
 DEFAULT_WARMUP = 64
@@ -83,7 +82,7 @@ _COSTS = {
 
 
 @dataclass(frozen=True)
-class MixPlan:
+class MixPlan(Windows):
     """Segments of `segment_len` steps, `segments` of them in a window, after `warmup` plain steps; and why."""
 
     path: str
@@ -95,14 +94,15 @@ class MixPlan:
     # Of the whole forward; NaN where nothing was compared.
     predicted_us: float = math.nan
 
-    def windows(self, time: int) -> Iterator[tuple[int, int, int]]:
-        """(first step, L, C) of each window; what is left over at the end is one short segment of its own."""
-        start = 0
-        while start < time:
-            length = min(self.segment_len, time - start)
-            count = min(self.segments, (time - start) // length)
-            yield start, length, count
-            start += length * count
+    def described(self) -> dict[str, object]:
+        """What :func:`pararnn.explain` shows."""
+        return {
+            "path": self.path,
+            "segment_len": self.segment_len,
+            "segments": self.segments,
+            "passes": 1 if self.path == "sequential" else 2,
+            "reason": self.reason,
+        }
 
 
 def costs_of(problem: Problem) -> MixCosts:
@@ -139,7 +139,7 @@ def plan_mixing(problem: Problem, *, backward: bool = False) -> MixPlan:
     for length in SEGMENT_LENGTHS:
         if 3 * length > limit:
             break
-        length = _fitting_length(limit, length)
+        length = fitting_length(limit, length)
         count = max(1, min(limit // length, WINDOW_BYTES // max(1, length * per_step)))
         if count < 2:
             continue

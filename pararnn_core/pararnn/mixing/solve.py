@@ -13,7 +13,7 @@ from pararnn.mixing.joints import (
     Gain,
     JointSettings,
     Settled,
-    _gap,
+    gap,
     put_rows,
     settle,
     warmup_gain,
@@ -222,7 +222,7 @@ class SegmentRun:
                     xp.reshape(xp.concat([xp.expand_dims(f, axis=1), e], axis=1), (shape[0] * shape[1], *f.shape[1:]))
                     for f, e in zip(first, ends, strict=True)
                 ]
-            apart = [xp.reshape(_gap(xp, a, b), (*shape, *a.shape[1:])) for a, b in zip(true, began, strict=True)]
+            apart = [xp.reshape(gap(xp, a, b), (*shape, *a.shape[1:])) for a, b in zip(true, began, strict=True)]
             apart = [a[:, :-1, ...] for a in apart]
             return warmup_gain(xp, apart, mismatch, scale, self.length / max(steps, 1))
 
@@ -237,12 +237,4 @@ class SegmentRun:
 
 
 def describe_mixing(problem: Problem) -> dict[str, object]:
-    """What :func:`pararnn.explain` shows."""
-    plan = plan_mixing(problem)
-    return {
-        "path": plan.path,
-        "segment_len": plan.segment_len,
-        "segments": plan.segments,
-        "passes": 1 if plan.path == "sequential" else 2,
-        "reason": plan.reason,
-    }
+    return plan_mixing(problem).described()

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from pararnn.cells.mixing import MixingCell
 from pararnn.errors import UntraceableError
 from pararnn.graph import Expr, Graph, Program, SymbolicNamespace, mul, pullback, pushforward
-from pararnn.programs import Entry, _product, _reachable
+from pararnn.programs import Entry, matrix_product, reachable
 
 
 @dataclass(frozen=True)
@@ -122,13 +122,13 @@ def trace(cell: MixingCell) -> MixPrograms:
                 seeds.append(mul(graph.input(f"r_{name}"), moved))
         columns.append(pushforward(new, inputs, seeds))
     jac = [[column[i] for column in columns] for i in range(len(new))]
-    pattern = _reachable([[not e.is_number(0.0) for e in row] for row in jac])
+    pattern = reachable([[not e.is_number(0.0) for e in row] for row in jac])
     m = Entry("M", [[one if yes else zero for yes in row] for row in pattern])
-    grown = _product(jac, m.symbols(graph))
+    grown = matrix_product(jac, m.symbols(graph))
 
     transposed = [[jac[j][i] for j in range(len(new))] for i in range(len(new))]
     symbols = [[m.symbols(graph)[j][i] for j in range(len(new))] for i in range(len(new))]
-    shrunk = _product(transposed, symbols)
+    shrunk = matrix_product(transposed, symbols)
     back = [_back(plain, new, [f"c_{s}" for s in cell.slots], prev, gates, taken, params, graph)]
     for position in range(len(parts) - 1, -1, -1):
         source, _ = parts[position]
